@@ -1,0 +1,49 @@
+"""What can go wrong, as exceptions that carry their facts as attributes."""
+
+
+class InfeasibleBudgetError(ValueError):
+    """No schedule of the planner's family fits the budget.
+
+    Attributes:
+        minimum_bytes: The lowest peak that the planner can reach (for an abstract problem: in the problem's own
+            unit). At exactly this budget it succeeds.
+        budget_bytes: The budget that was asked for.
+        node: Name of the node whose action sets that lowest peak, where one is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        minimum_bytes: float,
+        budget_bytes: float | None = None,
+        node: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+        self.budget_bytes = budget_bytes
+        self.node = node
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be parsed or breaks a rule; the message marks the offending action.
+
+    Attributes:
+        position: Index of the offending action, or None where the end of the schedule is at fault.
+    """
+
+    def __init__(self, message: str, *, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class TraceError(ValueError):
+    """A module that cannot be captured as a graph of operations; the message names the line and the remedy.
+
+    Attributes:
+        where: The user's line at which capture stopped (`file:line`), where one is known.
+    """
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where

@@ -1,0 +1,194 @@
+"""The operations of a training step with their measured costs: what planners and the simulator read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation of the forward pass, with what its backward keeps and what both cost.
+
+    Indices are positions in `Graph.nodes`; bytes are bytes of storage, seconds are measured or estimated.
+
+    Attributes:
+        name: Unique name, for people.
+        kind: The operation: `conv2d`, `batch_norm`, `relu`, `add`; a fused node joins its parts with `+`.
+        inputs: The nodes whose output the operation reads.
+        saved: The nodes, itself included, whose *output* its backward reads.
+        output_bytes: Bytes of the output's storage; 0 for a view.
+        tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
+        forward_seconds: Time of one forward run.
+        backward_seconds: Time of its backward.
+        forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
+        backward_workspace_bytes: Transient peak of the backward beyond its inputs and gradients.
+        parameter_bytes: Bytes of the parameter gradients that appear with its backward.
+        storage_of: The node whose storage the output views, or None.
+        is_random: Whether a run consumes random numbers.
+        mutates: Names of the buffers that a run writes.
+        gradient_bytes: Bytes of the gradient of the output; 0 where none is needed. None stands for the output's
+            bytes (for a view: those of the storage that it views).
+        shares_gradient: The inputs that receive (a view of) the output's gradient itself, in no memory of their
+            own, as both sides of an addition do. None stands for what is viewed, which is right for a reshape.
+        num_outputs: Tensors in the output; a tuple's gradient is held element by element, not summed.
+        input_gradient_bytes: Bytes of gradients of the graph's inputs that appear with its backward, to stay.
+    """
+
+    name: str
+    kind: str = ""
+    inputs: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    output_bytes: int = 0
+    tape_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    parameter_bytes: int = 0
+    storage_of: int | None = None
+    is_random: bool = False
+    mutates: tuple[str, ...] = ()
+    gradient_bytes: int | None = None
+    shares_gradient: tuple[int, ...] | None = None
+    num_outputs: int = 1
+    input_gradient_bytes: int = 0
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the output lives in another node's storage."""
+        return self.storage_of is not None
+
+
+_COUNTS = (
+    "output_bytes",
+    "tape_bytes",
+    "forward_seconds",
+    "backward_seconds",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "parameter_bytes",
+    "input_gradient_bytes",
+)
+_INDEX_TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The nodes of a training step in topological order; checked on construction.
+
+    Attributes:
+        nodes: The operations; every input of a node stands before it.
+        input_bytes: Bytes of the inputs, alive throughout.
+        static_bytes: Bytes of parameters, buffers and optimizer state, alive throughout.
+        outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
+        users: For each node, the nodes that read its output (derived).
+        roots: For each node, the node that owns the storage of its output: itself unless it is a view (derived).
+
+    Raises:
+        ValueError: An index out of range or out of order, a negative cost, a view with bytes of its own.
+    """
+
+    nodes: tuple[Node, ...]
+    input_bytes: int = 0
+    static_bytes: int = 0
+    outputs: tuple[int, ...] = ()
+    users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    roots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        for name in ("input_bytes", "static_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but memory is not negative")
+        users: list[list[int]] = [[] for _ in self.nodes]
+        roots: list[int] = []
+        for index, node in enumerate(self.nodes):
+            _check_node(node, index)
+            for i in dict.fromkeys(node.inputs):
+                users[i].append(index)
+            roots.append(index if node.storage_of is None else roots[node.storage_of])
+        for index in self.outputs:
+            if not 0 <= index < len(self.nodes):
+                raise ValueError(f"outputs holds node {index}, but the graph has {len(self.nodes)} nodes")
+        object.__setattr__(self, "users", tuple(tuple(u) for u in users))
+        object.__setattr__(self, "roots", tuple(roots))
+
+    def gradient_bytes(self, index: int) -> int:
+        """Bytes of the gradient of the output of node `index`."""
+        stated = self.nodes[index].gradient_bytes
+        return self.nodes[self.roots[index]].output_bytes if stated is None else stated
+
+    def shares_gradient(self, index: int) -> tuple[int, ...]:
+        """The inputs of node `index` that receive its output's gradient in no memory of their own."""
+        node = self.nodes[index]
+        if node.shares_gradient is not None:
+            return node.shares_gradient
+        return () if node.storage_of is None else (node.storage_of,)
+
+    def with_seconds_of(self, other: Graph, factor: float = 1.0) -> Graph:
+        """This graph with the seconds of `other`, a profile of the same module, scaled by `factor`.
+
+        Bytes come exactly from fake tensors at any size, seconds from a small run on the device: `factor` is the
+        ratio of the batch sizes.
+
+        Raises:
+            ValueError: The graphs do not have the same nodes.
+        """
+        if [n.name for n in self.nodes] != [n.name for n in other.nodes]:
+            raise ValueError(f"graphs of {len(self.nodes)} and {len(other.nodes)} nodes do not describe one module")
+        nodes = tuple(
+            replace(a, forward_seconds=b.forward_seconds * factor, backward_seconds=b.backward_seconds * factor)
+            for a, b in zip(self.nodes, other.nodes, strict=True)
+        )
+        return replace(self, nodes=nodes)
+
+    def to_json(self) -> str:
+        """The graph as JSON text, which `from_json` reads back to an equal graph."""
+        nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
+        data = {"input_bytes": self.input_bytes, "static_bytes": self.static_bytes, "outputs": self.outputs}
+        return json.dumps({**data, "nodes": nodes})
+
+    @classmethod
+    def from_json(cls, text: str) -> Graph:
+        """The graph that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is not such a graph.
+        """
+        data: Mapping[str, Any] = json.loads(text)
+        known = {f.name for f in fields(Node)}
+        nodes: list[Node] = []
+        for entry in data["nodes"]:
+            if unknown := set(entry) - known:
+                raise ValueError(f"node {entry.get('name')!r} has unknown fields {sorted(unknown)}")
+            listed = {k: tuple(entry[k]) for k in _INDEX_TUPLES if entry.get(k) is not None}
+            nodes.append(Node(**{**entry, **listed}))
+        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], tuple(data.get("outputs", ())))
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Node) if f.name != "name"}
+
+
+def _check_node(node: Node, index: int) -> None:
+    """Raises ValueError where a node contradicts itself or its place."""
+    where = f"node {index} ({node.name!r})"
+    for label, indices, limit in (
+        ("inputs", node.inputs, index),
+        ("saved", node.saved, index + 1),
+        ("shares_gradient", node.shares_gradient or (), index),
+        ("storage_of", () if node.storage_of is None else (node.storage_of,), index),
+    ):
+        for i in indices:
+            if not 0 <= i < limit:
+                raise ValueError(f"{where}: {label} names node {i}, which does not stand before it")
+    for label in _COUNTS:
+        if not getattr(node, label) >= 0:
+            raise ValueError(f"{where}: {label} is {getattr(node, label)}, but a cost is not negative")
+    if node.gradient_bytes is not None and node.gradient_bytes < 0:
+        raise ValueError(f"{where}: gradient_bytes is {node.gradient_bytes}, but a cost is not negative")
+    if node.is_view and node.output_bytes:
+        raise ValueError(f"{where}: views node {node.storage_of}, yet has {node.output_bytes} bytes of its own")

@@ -1,0 +1,102 @@
+"""Decisions become schedules: what is kept is written out as actions, and liveness ends each residency."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from .graph import Graph
+from .schedule import Action, Schedule
+
+
+def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | None = None) -> Schedule:
+    """The schedule that keeps the given values from forward to backward and recomputes the others at most once.
+
+    A value that is not kept goes after its last use in the forward; when a backward needs it, it is recomputed
+    from what is resident, with the discarded values on the way, and stays until its last use.
+
+    Args:
+        graph: The operations.
+        outputs: The nodes whose output is kept. A view is kept with its storage at no cost and needs no mention.
+        tapes: The nodes whose tape is kept; None stands for those in `outputs`.
+
+    Returns:
+        A valid schedule with every discard right after the last use.
+    """
+    kept_outputs = {n for n, root in enumerate(graph.roots) if n in outputs or root in outputs}
+    kept_tapes = set(kept_outputs if tapes is None else tapes)
+    actions = [Action("F", n) for n in range(len(graph.nodes))]
+    resident_outputs = set(range(len(graph.nodes)))
+    resident_tapes = {n for n, node in enumerate(graph.nodes) if node.tape_bytes}
+    # What the forward drops is dropped before the first backward; liveness moves it to the last use.
+    for n in sorted(resident_outputs - kept_outputs):
+        actions.append(Action("D", n))
+        resident_outputs.discard(n)
+    for n in sorted(resident_tapes - kept_tapes):
+        actions.append(Action("T", n))
+        resident_tapes.discard(n)
+    for n in reversed(range(len(graph.nodes))):
+        for m in missing(graph, n, resident_outputs, resident_tapes):
+            actions.append(Action("F", m))
+            resident_outputs.add(m)
+            if graph.nodes[m].tape_bytes:
+                resident_tapes.add(m)
+        actions.append(Action("B", n))
+    actions += [Action("D", n) for n in sorted(resident_outputs)]
+    actions += [Action("T", n) for n in sorted(resident_tapes)]
+    return apply_liveness(graph, Schedule(tuple(actions)))
+
+
+def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[int]) -> list[int]:
+    """The nodes to run before the backward of `n`, in order, when `outputs` and `tapes` are resident."""
+    needed: set[int] = set()
+    stack = [i for i in graph.nodes[n].saved if i not in outputs]
+    if graph.nodes[n].tape_bytes and n not in tapes:
+        stack.append(n)
+    while stack:
+        m = stack.pop()
+        if m not in needed:
+            needed.add(m)
+            stack += [i for i in reads(graph, m) if i not in outputs]
+    return sorted(needed)
+
+
+def reads(graph: Graph, n: int) -> tuple[int, ...]:
+    """The nodes whose output a run of `n` reads, the base of a view included."""
+    node = graph.nodes[n]
+    if node.storage_of is None or node.storage_of in node.inputs:
+        return node.inputs
+    return (*node.inputs, node.storage_of)
+
+
+def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
+    """The same schedule with each discard moved to right after the last use of what it discards.
+
+    Reference: Kusumoto et al. 2019, section 5 and Appendix C (liveness analysis).
+    """
+    last_output: dict[int, int] = {}  # node -> last position that uses the present residency of its output
+    last_tape: dict[int, int] = {}
+    discards: dict[int, list[Action]] = {}
+    for position, action in enumerate(schedule.actions):
+        kind, n = action
+        if kind == "F":
+            for i in reads(graph, n):
+                last_output[i] = position
+            last_output.setdefault(n, position)
+            if graph.nodes[n].tape_bytes:
+                last_tape.setdefault(n, position)
+        elif kind == "B":
+            for i in graph.nodes[n].saved:
+                last_output[i] = position
+            if graph.nodes[n].tape_bytes:
+                last_tape[n] = position
+        else:
+            ends = last_output if kind == "D" else last_tape
+            discards.setdefault(ends.pop(n, position), []).append(action)
+    return Schedule(tuple(_interleave(schedule.actions, discards)))
+
+
+def _interleave(actions: Iterable[Action], discards: dict[int, list[Action]]) -> Iterable[Action]:
+    for position, action in enumerate(actions):
+        if action.kind in "FB":
+            yield action
+        yield from discards.get(position, ())

@@ -1,0 +1,19 @@
+"""Every planner: a plain function `(graph, budget_bytes, *, options…) -> Schedule`, one file a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..schedule import Schedule
+from .chen_cheap import plan_chen_cheap
+from .keep_all import plan_keep_all
+from .periodic import plan_periodic
+
+Planner = Callable[..., Schedule]
+
+PLANNERS: dict[str, Planner] = {
+    "keep_all": plan_keep_all,
+    "periodic": plan_periodic,
+    "chen_cheap": plan_chen_cheap,
+}
+"""Name → planner: `(graph, budget_bytes, *, options…) -> Schedule`, or `InfeasibleBudgetError`."""

@@ -1,0 +1,52 @@
+"""Drop the results of cheap operations, keep those of costly ones."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..schedule import Schedule
+from .family import fastest_that_fits
+
+CHEAP_KINDS = frozenset(
+    "batch_norm layer_norm group_norm instance_norm local_response_norm rms_norm normalize "
+    "relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid tanh softplus hardswish hardsigmoid hardtanh prelu "
+    "softmax log_softmax max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool2d "
+    "adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool2d dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "stochastic_depth add sub mul div neg cat stack pad interpolate upsample pixel_shuffle scale permute contiguous "
+    "add_ mul_ relu_ iadd imul isub flatten reshape view transpose mean sum identity".split()
+)
+"""Operations whose time is that of reading and writing memory, not of arithmetic."""
+
+
+def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[str] = CHEAP_KINDS) -> Schedule:
+    """The fastest schedule that drops some cheap results and fits the budget.
+
+    Cheap results are dropped in the order of the bytes they free for a second of recomputation, as many as the
+    budget asks for; the family ends with dropping all of them. The cost is one simulation for each of at most 64
+    prefixes of that order.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        cheap_kinds: The kinds that may be dropped; a fused node is cheap if all its parts are.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: Even dropping all cheap results is not enough.
+
+    Reference: Chen et al. 2016, section 4.2 (drop the results of low-cost operations).
+    """
+    everything = set(range(len(graph.nodes)))
+    cheap = [n for n, node in enumerate(graph.nodes) if not node.is_view and set(node.kind.split("+")) <= cheap_kinds]
+    cheap.sort(key=lambda n: -_bytes_per_second(graph, n))
+    step = max(1, -(-len(cheap) // 64))
+    counts = [*range(0, len(cheap), step), len(cheap)]
+    candidates = (lower_kept(graph, everything - set(cheap[:k])) for k in counts)
+    return fastest_that_fits(graph, budget_bytes, candidates, planner="chen_cheap")
+
+
+def _bytes_per_second(graph: Graph, n: int) -> float:
+    node = graph.nodes[n]
+    return (node.output_bytes + node.tape_bytes) / max(node.forward_seconds, 1e-12)

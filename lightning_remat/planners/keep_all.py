@@ -1,0 +1,24 @@
+"""Plain autograd: every value that a backward needs is kept, nothing is recomputed."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..schedule import Schedule
+from .family import fastest_that_fits
+
+
+def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:
+    """The schedule of a step without recomputation, the baseline of every comparison.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: The plain step needs more than the budget.
+    """
+    return fastest_that_fits(graph, budget_bytes, [lower_kept(graph, range(len(graph.nodes)))], planner="keep_all")

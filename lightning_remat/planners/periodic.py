@@ -1,0 +1,59 @@
+"""Equal segments: only what crosses a segment's end is kept (PyTorch's `checkpoint_sequential`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..schedule import Schedule
+from .family import fastest_that_fits
+
+
+def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = None) -> Schedule:
+    """The fastest cut into segments of equally many nodes that fits the budget.
+
+    What a later segment reads is kept; the rest of every segment but the last is recomputed once in its backward.
+    The cost is one simulation for each number of segments tried.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        segments: How many segments; None tries every number from 1 (keep all) to 2·√n and some beyond.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No number of segments fits.
+        ValueError: `segments` is not between 1 and the number of nodes.
+
+    Reference: Chen et al. 2016, section 4.1, Algorithm 1; Beaumont et al. 2024, section 5.4 ("periodic").
+    """
+    count = len(graph.nodes)
+    if segments is not None and not 1 <= segments <= max(1, count):
+        raise ValueError(f"segments is {segments}, but a graph of {count} nodes has 1 to {count}")
+    numbers = _segment_counts(count) if segments is None else iter((segments,))
+    candidates = (lower_kept(graph, _boundary(graph, k)) for k in numbers)
+    return fastest_that_fits(graph, budget_bytes, candidates, planner="periodic")
+
+
+def _segment_counts(count: int) -> Iterator[int]:
+    """All numbers of segments to 2·√n, about where the lowest peak lies, then ever larger steps to n."""
+    k = 1
+    dense = 2 * math.isqrt(count) + 1
+    while k <= max(1, count):
+        yield k
+        k += 1 if k < dense else math.ceil(k / 8)
+
+
+def _boundary(graph: Graph, segments: int) -> set[int]:
+    """What is kept: outputs that a later segment reads, and the whole last segment."""
+    count = len(graph.nodes)
+    segment = [n * segments // max(1, count) for n in range(count)]
+    kept = {n for n in range(count) if segment[n] == segments - 1}
+    for n in range(count):
+        if any(segment[u] > segment[n] for u in graph.users[n]):
+            kept.add(graph.roots[n])
+    return kept
