@@ -1,0 +1,13 @@
+"""Training of models that do not fit: rematerialization under a true byte budget."""
+
+from .errors import InfeasibleBudgetError as InfeasibleBudgetError
+from .errors import ScheduleError as ScheduleError
+from .errors import TraceError as TraceError
+from .graph import Graph as Graph
+from .graph import Node as Node
+from .planner import Plan as Plan
+from .planner import plan as plan
+from .planners import PLANNERS as PLANNERS
+from .schedule import Schedule as Schedule
+from .simulator import Simulation as Simulation
+from .simulator import simulate as simulate

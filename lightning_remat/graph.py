@@ -72,7 +72,7 @@ _COUNTS = (
     "parameter_bytes",
     "input_gradient_bytes",
 )
-_INDEX_TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
+_TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class Graph:
         for entry in data["nodes"]:
             if unknown := set(entry) - known:
                 raise ValueError(f"node {entry.get('name')!r} has unknown fields {sorted(unknown)}")
-            listed = {k: tuple(entry[k]) for k in _INDEX_TUPLES if entry.get(k) is not None}
-            nodes.append(Node(**{**entry, **listed}))
+            values: dict[str, Any] = {k: tuple(v) if k in _TUPLES and v is not None else v for k, v in entry.items()}
+            nodes.append(Node(**values))
         return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], tuple(data.get("outputs", ())))
 
 

@@ -68,8 +68,8 @@ class Schedule:
         for position, word in enumerate(words):
             match = _ACTION.fullmatch(word)
             if match is None:
-                message = f"{mark(words, position)}\n{word!r} is not an action: expected F, B, D or T and a node's index"
-                raise ScheduleError(message, position=position)
+                reason = f"{word!r} is not an action: expected F, B, D or T and a node's index"
+                raise ScheduleError(f"{mark(words, position)}\n{reason}", position=position)
             actions.append(Action(cast(ActionKind, match[1]), int(match[2])))
         return cls(tuple(actions))
 

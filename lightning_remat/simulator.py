@@ -127,10 +127,10 @@ class _Replay:
         # A run always makes both; what is resident already exists twice until the action ends.
         most = self.alive + node.output_bytes + node.tape_bytes + node.forward_workspace_bytes
         if not has_output:
-            self.output[n] = self._output_storage(position, n)
+            self.output[n] = storage = self._output_storage(position, n)
             if n in self.graph.outputs and n not in self.held_output and not self.is_done[n]:
-                self.held_output[n] = self.output[n]
-                self.holders[self.output[n]] += 1
+                self.held_output[n] = storage
+                self.holders[storage] += 1
         if node.tape_bytes and not self.tape[n]:
             self.tape[n] = True
             self.alive += node.tape_bytes
@@ -161,7 +161,8 @@ class _Replay:
 
     def discard_tape(self, position: int, n: int) -> int:
         if not self.tape[n]:
-            raise self.error(position, "its tape is not resident" if self.graph.nodes[n].tape_bytes else "it has no tape")
+            has_tape = self.graph.nodes[n].tape_bytes > 0
+            raise self.error(position, "its tape is not resident" if has_tape else "it has no tape")
         most = self.alive
         self.tape[n] = False
         self.alive -= self.graph.nodes[n].tape_bytes
