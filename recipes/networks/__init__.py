@@ -1,0 +1,1 @@
+"""Networks of the papers that torchvision does not have; every one can be traced symbolically by torch.fx."""
