@@ -67,8 +67,8 @@ class SceneDataset(Dataset[tuple[Tensor, Tensor]]):
         _, height, width = picture.shape
         side = int(random.integers(min(height, width) // 4, min(height, width) + 1))
         top, left = random.integers(height - side + 1), random.integers(width - side + 1)
-        crop = picture[:, top : top + side, left : left + side].float() / 255
-        return _resize(crop, self.image_size)
+        crop = picture[:, top : top + side, left : left + side]
+        return _resize(crop, self.image_size).float() / 255  # bytes are resized three times as fast as floats
 
     def _paste(self, random: np.random.Generator, scene: Tensor, labels: Tensor) -> None:
         """Draw one digit into `scene` and `labels`, over whatever was there, in a colour that stands out."""
