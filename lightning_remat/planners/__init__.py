@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..schedule import Schedule
 from .chen_cheap import plan_chen_cheap
+from .feng import plan_feng
 from .keep_all import plan_keep_all
 from .periodic import plan_periodic
 
@@ -15,5 +16,6 @@ PLANNERS: dict[str, Planner] = {
     "keep_all": plan_keep_all,
     "periodic": plan_periodic,
     "chen_cheap": plan_chen_cheap,
+    "feng": plan_feng,
 }
 """Name → planner: `(graph, budget_bytes, *, options…) -> Schedule`, or `InfeasibleBudgetError`."""

@@ -1,0 +1,317 @@
+"""Least memory with one re-forward of every segment, over the division tree of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..schedule import Schedule
+from .division_tree import ClosedSet, divide
+from .family import fastest_that_fits
+
+Numbers = NDArray[Any]
+
+
+class Reforwarding(NamedTuple):
+    """A solution of the abstract problem.
+
+    Attributes:
+        stored: The vertices kept from forward to backward, source and target included, in ascending order.
+        segments: The vertices of each segment that is run again; every other vertex is in exactly one.
+        cost: Equation (1): the stored vertices' cost and that of the costliest segment.
+    """
+
+    stored: tuple[int, ...]
+    segments: tuple[frozenset[int], ...]
+    cost: float
+
+
+def solve(costs: Sequence[float], edges: Iterable[tuple[int, int]]) -> Reforwarding:
+    """The stored vertices of least total cost by equation (1): all that is stored, and the costliest re-forward.
+
+    Optimal over all sets whose unstored vertices fall into connected parts with one stored source and one stored
+    target each. For every possible cost m of the costliest segment the division tree is solved in linear time.
+
+    >>> solve([1, 1, 1, 1, 1, 1, 1], [(i, i + 1) for i in range(6)])
+    Reforwarding(stored=(0, 3, 6), segments=(frozenset({1, 2}), frozenset({4, 5})), cost=5)
+
+    Args:
+        costs: Memory of each vertex, in any unit.
+        edges: Pairs (from, to) of a directed acyclic graph with one source and one target.
+
+    Raises:
+        ValueError: A negative cost, a cycle, several sources or targets.
+
+    Reference: Feng & Huang 2018, equation (1), Algorithm 1 (as the series of a chain) and Algorithm 5.
+    """
+    problem = _problem(costs, edges)
+    best: tuple[float, float] | None = None
+    for term, stored, largest in _trade_off(problem):
+        if best is None or stored + largest < best[0]:
+            best = (stored + largest, term)
+        elif stored >= best[0]:
+            break  # smaller terms store even more
+    assert best is not None, "there is always the term that stores nothing"
+    return _solution(problem, best[1])
+
+
+def plan_feng(graph: Graph, budget_bytes: int) -> Schedule:
+    """The fastest schedule that fits, of those that re-forward each segment once.
+
+    The segments come from the division tree: for each cost that the costliest segment may have, the stored set of
+    least memory, from "store all" to "store the ends". Of these at most 128 are simulated, each with its last
+    segment kept (whose backward follows at once) and not. A vertex is a storage with its tape; a virtual source
+    and target of no cost stand for the graph's inputs and for the loss.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: None of these schedules fits.
+
+    Reference: Feng & Huang 2018, Algorithm 5.
+    """
+    return fastest_that_fits(graph, budget_bytes, _family(graph), planner="feng")
+
+
+_MOST_CANDIDATES = 128
+
+
+def _family(graph: Graph) -> Iterator[Schedule]:
+    """Depends on the graph alone, so that more budget never makes the answer slower."""
+    everything = range(len(graph.nodes))
+    yield lower_kept(graph, everything)
+    vertices = [n for n in everything if graph.roots[n] == n]
+    place = {n: position for position, n in enumerate(vertices, 1)}
+    target = len(vertices) + 1
+    edges = {(place[graph.roots[i]], place[n]) for n in vertices for i in graph.nodes[n].inputs}
+    edges |= {(0, v) for v in set(range(1, target)) - {b for _, b in edges}}
+    edges |= {(v, target) for v in set(range(target)) - {a for a, _ in edges}}
+    nodes = [graph.nodes[n] for n in vertices]
+    problem = _problem([0, *(n.output_bytes + n.tape_bytes for n in nodes), 0], sorted(edges))
+    terms = [term for term, _, _ in _trade_off(problem)]
+    step = max(1, -(-len(terms) // _MOST_CANDIDATES))
+    for term in dict.fromkeys([*terms[::step], *terms[-1:]]):
+        solution = _solution(problem, term)
+        stored = {vertices[v - 1] for v in solution.stored if 0 < v < target}
+        yield lower_kept(graph, stored)
+        if solution.segments:
+            last = max(solution.segments, key=max)
+            yield lower_kept(graph, stored | {vertices[v - 1] for v in last})
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """The division tree flattened for the kernel; members stand after the set that they divide."""
+
+    costs: Sequence[float]
+    edges: list[tuple[int, int]]
+    tree: tuple[ClosedSet, ...]
+    division: NDArray[np.int64]  # of each set: 0 edge, 1 series, 2 branches or maximal split
+    total: Numbers  # of each set: cost of its vertices
+    own: Numbers  # of each set: cost of its endpoints
+    first: NDArray[np.int64]  # of each set: where its members begin in `members`; the last entry ends them
+    members: NDArray[np.int64]
+    # Of each member of a series: cost of the splitting vertex behind it; where it ends and where the next one begins
+    # when the costs of members and splitting vertices are added up from the source.
+    behind: Numbers
+    ends: Numbers
+    begins: Numbers
+
+
+def _problem(costs: Sequence[float], edges: Iterable[tuple[int, int]]) -> _Problem:
+    for v, cost in enumerate(costs):
+        if not cost >= 0:
+            raise ValueError(f"costs[{v}] is {cost}, but memory is not negative")
+    listed = [(int(a), int(b)) for a, b in edges]
+    tree = divide(len(costs), listed)
+    exact = all(isinstance(c, (int, np.integer)) for c in costs)
+    kind = np.int64 if exact else np.float64
+    first = np.cumsum([0, *(len(c.members) for c in tree)], dtype=np.int64)
+    members = np.array([m for c in tree for m in c.members], dtype=np.int64)
+    behind, ends, begins = (np.zeros(len(members), kind) for _ in range(3))
+    total = np.zeros(len(tree), kind)
+    own = np.array([sum(costs[v] for v in c.endpoints) for c in tree], dtype=kind)
+    for s in reversed(range(len(tree))):
+        part = tree[s]
+        at = kind(0)
+        for p, m in enumerate(part.members, int(first[s])):
+            at += total[m]
+            ends[p] = at
+            if part.division == "series" and p + 1 < first[s + 1]:
+                behind[p] = costs[part.endpoints[p - first[s]]]
+                at += behind[p]
+            begins[p] = at
+        total[s] = at if part.division == "series" else at + own[s]
+    codes = {"edge": 0, "series": 1}
+    division = np.array([codes.get(c.division, 2) for c in tree], dtype=np.int64)
+    return _Problem(costs, listed, tree, division, total, own, first, members, behind, ends, begins)
+
+
+def _terms(problem: _Problem) -> Numbers:
+    """The costs that the costliest segment may have: of single sets, and of runs of members of a series."""
+    found = [np.unique(problem.total)]
+    for s in np.flatnonzero(problem.division == 1):
+        a, b = problem.first[s], problem.first[s + 1]
+        starts = np.concatenate([np.zeros(1, problem.begins.dtype), problem.begins[a : b - 1]])
+        spans = problem.ends[None, a:b] - starts[:, None]
+        found.append(np.unique(spans[np.triu_indices(b - a)]))
+    return np.unique(np.concatenate([np.zeros(1, problem.total.dtype), *found]))
+
+
+def _trade_off(problem: _Problem) -> Iterator[tuple[float, float, float]]:
+    """Each max term that changes the solution, from large to small, with the stored and the largest segment's cost.
+
+    Terms between a solution's actual largest segment and the term that gave it are skipped (Algorithm 1, line 7).
+    """
+    ends = problem.costs[problem.tree[0].source], problem.costs[problem.tree[0].target]
+    fixed = sum(ends) if len(problem.costs) > 1 else ends[0]
+    terms = _terms(problem)
+    position = len(terms) - 1
+    while position >= 0:
+        term = terms[position]
+        stored, largest, _ = _least_stored(*_arrays(problem), term)
+        yield term.item(), fixed + stored, largest
+        position = int(np.searchsorted(terms, float(largest))) - 1
+
+
+def _arrays(problem: _Problem) -> tuple[Numbers, ...]:
+    p = problem
+    return p.division, p.total, p.own, p.first, p.members, p.behind, p.ends, p.begins
+
+
+def _kernel(
+    division: Numbers,
+    total: Numbers,
+    own: Numbers,
+    first: Numbers,
+    members: Numbers,
+    behind: Numbers,
+    ends: Numbers,
+    begins: Numbers,
+    term: Any,
+) -> tuple[Any, Any, Any]:
+    """Least cost stored inside the whole graph when no segment may cost more than `term`, and its largest segment.
+
+    Also, for each member of an expanded series, the place of the member behind which the segment that it ends begins
+    (the place before the first member: at the source), or -2 where the member is a step of its own.
+    """
+    zero = total[0] * 0
+    stored = np.zeros_like(total)
+    largest = np.zeros_like(total)
+    queue = np.zeros(len(members) + 1, np.int64)
+    reach = np.zeros_like(ends)  # least stored up to and including the splitting vertex behind a member
+    widest = np.zeros_like(ends)
+    begin = np.full(len(members), -2, np.int64)
+    for s in range(len(division) - 1, -1, -1):
+        if total[s] <= term:  # never expanded (section 4.3)
+            largest[s] = total[s]
+            continue
+        a, b = first[s], first[s + 1]
+        if division[s] != 1:
+            stored[s] = own[s]
+            for p in range(a, b):
+                stored[s] += stored[members[p]]
+                largest[s] = max(largest[s], largest[members[p]])
+            continue
+        # Shortest path in the accessibility graph. Position a - 1 is the source; a segment may begin at any position
+        # from which the span is within the term, so the best start is the minimum of a sliding window.
+        head, tail = 0, 1
+        queue[0] = a - 1
+        for p in range(a, b):
+            # After p: begin behind `start`. Starts leave the window for good as p grows.
+            while head < tail:
+                q = queue[head]
+                span = ends[p] - (zero if q < a else begins[q])
+                if span <= term:
+                    break
+                head += 1
+            before = zero if p == a else reach[p - 1]
+            before_widest = zero if p == a else widest[p - 1]
+            value = before + stored[members[p]]
+            wide = max(before_widest, largest[members[p]])
+            if head < tail:
+                q = queue[head]
+                start = zero if q < a else reach[q]
+                start_widest = zero if q < a else widest[q]
+                span = ends[p] - (zero if q < a else begins[q])
+                span = max(span, start_widest)
+                if start < value or (start == value and span < wide):
+                    value, wide = start, span
+                    begin[p] = q
+            reach[p] = value + behind[p]
+            widest[p] = wide
+            while head < tail:
+                q = queue[tail - 1]
+                if (zero if q < a else reach[q]) < reach[p]:
+                    break
+                tail -= 1
+            queue[tail] = p
+            tail += 1
+        stored[s] = reach[b - 1]
+        largest[s] = widest[b - 1]
+    return stored[0], largest[0], begin
+
+
+_least_stored = cast(Callable[..., tuple[Any, Any, Any]], njit(cache=True)(_kernel))
+
+
+def _solution(problem: _Problem, term: float) -> Reforwarding:
+    """The stored set of least cost for one max term, its segments, and its cost by equation (1)."""
+    _, _, begin = _least_stored(*_arrays(problem), term)
+    tree, first, total = problem.tree, problem.first, problem.total
+    stored = {tree[0].source, tree[0].target}
+    expanded = [0]
+    while expanded:
+        s = expanded.pop()
+        part = tree[s]
+        if total[s] <= term:
+            continue
+        if part.division != "series":
+            stored.update(part.endpoints)
+            expanded += part.members
+            continue
+        p, start = int(first[s + 1]) - 1, int(first[s])
+        while p >= start:
+            if p + 1 < first[s + 1]:
+                stored.add(part.endpoints[p - start])
+            if begin[p] == -2:
+                expanded.append(part.members[p - start])
+                p -= 1
+            else:
+                p = int(begin[p])
+    segments = _segments(problem, stored)
+    costs = problem.costs
+    largest = max((sum(costs[v] for v in segment) for segment in segments), default=0)
+    return Reforwarding(tuple(sorted(stored)), segments, sum(costs[v] for v in stored) + largest)
+
+
+def _segments(problem: _Problem, stored: set[int]) -> tuple[frozenset[int], ...]:
+    """The connected parts of what is not stored."""
+    near: dict[int, list[int]] = {v: [] for v in range(len(problem.costs)) if v not in stored}
+    for a, b in problem.edges:
+        if a in near and b in near:
+            near[a].append(b)
+            near[b].append(a)
+    found: list[frozenset[int]] = []
+    while near:
+        v = next(iter(near))
+        part, stack = {v}, [v]
+        while stack:
+            for w in near.pop(stack.pop()):
+                if w not in part:
+                    part.add(w)
+                    stack.append(w)
+        found.append(frozenset(part))
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""Random graphs of operations with every rule of the memory model in them, and chains to compare with by hand."""
+
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_remat import Graph, Node
+
+
+@st.composite
+def node_graphs(draw: Any, *, least: int = 1, most: int = 8, views: bool = True) -> Graph:
+    """Views, tapes, workspaces, passed-on gradients, several inputs and outputs, values no backward reads."""
+    count = draw(st.integers(least, most))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    nodes: list[Node] = []
+    for n in range(count):
+        inputs = tuple(sorted(rng.sample(range(n), min(n, rng.choice([1, 1, 1, 2, 3]))))) if rng.random() < 0.95 else ()
+        forward = rng.randrange(1, 10)
+        cost = {"forward_seconds": float(forward), "backward_seconds": float(2 * forward)}
+        if views and inputs and rng.random() < 0.15:
+            nodes.append(Node(f"view{n}", "view", inputs, storage_of=rng.choice(inputs), **cost))
+            continue
+        saved = tuple(sorted(i for i in (*inputs, n) if rng.random() < 0.5))
+        node = Node(
+            f"op{n}",
+            "op",
+            inputs,
+            saved,
+            output_bytes=rng.randrange(1, 12),
+            tape_bytes=rng.choice([0, 0, 0, rng.randrange(1, 6)]),
+            forward_workspace_bytes=rng.choice([0, 0, rng.randrange(1, 6)]),
+            backward_workspace_bytes=rng.choice([0, 0, rng.randrange(1, 6)]),
+            parameter_bytes=rng.choice([0, 0, rng.randrange(1, 4)]),
+            shares_gradient=inputs if rng.random() < 0.15 else None,
+            **cost,
+        )
+        nodes.append(node)
+    outputs = tuple(n for n in range(count) if all(n not in node.inputs for node in nodes))
+    return Graph(tuple(nodes), input_bytes=rng.randrange(5), outputs=outputs if rng.random() < 0.7 else ())
+
+
+def relu_chain(length: int, output_bytes: int = 100) -> Graph:
+    """Equal operations in a row, each of which saves its own output."""
+    cost = {"output_bytes": output_bytes, "forward_seconds": 1.0, "backward_seconds": 2.0}
+    return Graph(tuple(Node(f"relu{i}", "relu", (i - 1,) if i else (), (i,), **cost) for i in range(length)))
