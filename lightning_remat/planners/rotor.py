@@ -1,0 +1,42 @@
+"""Optimal rematerialization of heterogeneous chains: beaumont2024's Rotor, memory persistent or floating."""
+
+from __future__ import annotations
+
+from ..chain import Chain, ChainSequence
+from .rotor_solver import solve_chain
+
+
+def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: bool = False) -> ChainSequence:
+    """The fastest sequence of `chain` within `budget` among the memory-persistent ones, or among all.
+
+    With `slots=None` optimal: among the memory-persistent sequences (Definition 4.1), or with `floating` among all
+    valid ones. With slots, sizes are rounded up to budget / slots, so that the answer may be slower; it fits wherever
+    one fits. Cost: O(L^3 slots), with `floating` up to O(L^4 slots); in exact memory not bounded by a polynomial,
+    for the problem is NP-complete (Theorem 3.6), yet quick up to some tens of stages.
+
+    Args:
+        chain: The stages; the last is the loss.
+        budget: Bound on the memory of every operation, in the chain's unit.
+        slots: Slots that the budget is divided into; None plans in exact memory.
+        floating: Search all sequences that replace activations before their backward's turn too.
+
+    Returns:
+        A valid sequence whose replayed peak is at most `budget`.
+
+    Raises:
+        InfeasibleBudgetError: No sequence of the family fits; at exactly its `minimum_bytes` one does.
+        ValueError: `slots` is not positive.
+
+    Reference:
+        Beaumont et al. 2024, Theorem 4.8 with Algorithms 3 and 4; `floating`: Theorem 4.7 with Algorithms 1 and 2,
+        where the move of the floating activation is a step of its own, without which an optimum is missed at times.
+
+    >>> from lightning_remat.chain import Stage
+    >>> chain = Chain(10, (Stage(10, 10, 1.0, 1.0), Stage(10, 10, 1.0, 1.0), Stage(0, 0, 0.0, 0.0)))
+    >>> print(solve(chain, 50))
+    Fall1 Fall2 Fall3 B3 B2 B1
+    >>> print(solve(chain, 40))
+    Fck1 Fall2 Fall3 B3 B2 Fall1 B1
+    """
+    family = "valid" if floating else "memory-persistent"
+    return solve_chain(chain, budget, slots=slots, keeps_tapes=True, floating=floating, family=family)

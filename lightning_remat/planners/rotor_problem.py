@@ -1,0 +1,218 @@
+"""A chain as the whole-number arrays that the dynamic programs of beaumont2024 read, and the least memory it needs.
+
+A *state* (s, t, l) is the paper's C_FL(s, t, l, .): with a^(s-1) and delta^l in memory, run the backwards of stages l
+down to t. States with s = t are those of C_MP. A state with s < t has a^(s-1) *floating*: it may be replaced by a later
+and larger activation, up to a^(t-1) (Corollary 4.5). Available memory m does not count a^(s-1).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ..chain import Chain, WholeSizes
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+# Sums of sizes stay exact in 64 bits, and times the number of slots too.
+_SIZE_BITS = 52
+
+
+class Problem(NamedTuple):
+    """A chain in whole units; arrays are indexed by stage from 1, `output` from 0.
+
+    Attributes:
+        num_stages: L+1.
+        output: w_a, and the size of the gradients.
+        tape: w_abar.
+        forward_overhead: o_f.
+        backward_overhead: o_b.
+        forward_seconds: u_f.
+        backward_seconds: u_b.
+        elapsed: Sums of `forward_seconds`: elapsed[e] - elapsed[s-1] runs s to e.
+        run: run[s, e]: most memory beyond a^(s-1) and the gradient that runs stages s to e, when a^(s-1) stays.
+        tail: tail[s, e]: most memory beyond the gradient in stages s+1 to e, when a^(s-1) has gone.
+        state_row: The row of state (s, t, t) in a table, l - t rows before that of (s, t, l); -1 for a pair of no state.
+        num_rows: Rows in a table.
+        bases: bases[u, :num_bases[u]]: the s, ascending, for which there are states (s, u, .).
+        num_bases: How many.
+        ends: ends[s, :num_ends[s]]: the t, ascending, for which there are states (s, t, .).
+        num_ends: How many.
+        keeps_tapes: Whether `Fall` may come before its backward's turn; otherwise only layer inputs are kept.
+    """
+
+    num_stages: int
+    output: IntArray
+    tape: IntArray
+    forward_overhead: IntArray
+    backward_overhead: IntArray
+    forward_seconds: FloatArray
+    backward_seconds: FloatArray
+    elapsed: FloatArray
+    run: IntArray
+    tail: IntArray
+    state_row: IntArray
+    num_rows: int
+    bases: IntArray
+    num_bases: IntArray
+    ends: IntArray
+    num_ends: IntArray
+    keeps_tapes: bool
+
+
+class Scale(NamedTuple):
+    """How the units of a `Problem` relate to the chain's own: `WholeSizes`, then 2^shift of those to a unit."""
+
+    sizes: WholeSizes
+    shift: int
+
+    def to_chain(self, amount: int) -> float:
+        """`amount` units in the chain's own unit, not rounded below what `from_chain` takes back."""
+        value = self.sizes.to_unit(amount << self.shift)
+        while self.from_chain(value) < amount:
+            value = float(np.nextafter(value, np.inf))
+        return value
+
+    def from_chain(self, amount: float) -> int:
+        """The whole units within `amount` of the chain's own unit."""
+        return self.sizes.from_unit(amount) >> self.shift
+
+
+def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, Scale]:
+    """The arrays of `chain`, and how their unit relates to the chain's."""
+    sizes = WholeSizes.of(chain)
+    columns = (sizes.output, sizes.tape, sizes.forward_workspace, sizes.backward_workspace)
+    total = sum(map(sum, columns))
+    shift = max(0, total.bit_length() - _SIZE_BITS)
+    output, tape, forward_overhead, backward_overhead = (
+        np.array([-(-x >> shift) for x in column], dtype=np.int64) for column in columns
+    )
+    forward_seconds = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
+    backward_seconds = np.array([0.0, *(s.backward_seconds for s in chain.stages)])
+    n = len(chain.stages)
+    run, tail = _running_peaks(output, forward_overhead)
+    state_row = np.full((n + 1, n + 1), -1, dtype=np.int64)
+    num_rows = 0
+    for s in range(1, n + 1):
+        for t in range(s, n + 1):
+            # An equal or smaller successor is kept from the start instead (Corollary 4.5), so it needs no state.
+            if s == t or (floating and output[t - 1] > output[s - 1]):
+                state_row[s, t] = num_rows
+                num_rows += n + 1 - t
+    exists = state_row >= 0
+    problem = Problem(
+        n, output, tape, forward_overhead, backward_overhead, forward_seconds, backward_seconds,
+        np.cumsum(forward_seconds), run, tail, state_row, num_rows,
+        *_listed(exists.T), *_listed(exists), keeps_tapes,
+    )  # fmt: skip
+    return problem, Scale(sizes, shift)
+
+
+def _running_peaks(output: IntArray, overhead: IntArray) -> tuple[IntArray, IntArray]:
+    n = len(output) - 1
+    # What stage j moves: its input, its output and its overhead (Definition 3.3).
+    moved = np.zeros(n + 1, dtype=np.int64)
+    moved[1:] = output[:-1] + output[1:] + overhead[1:]
+    run = np.zeros((n + 1, n + 1), dtype=np.int64)
+    tail = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for s in range(1, n + 1):
+        tail[s, s + 1 :] = np.maximum.accumulate(moved[s + 1 :])
+        run[s, s:] = np.maximum(tail[s, s:], output[s] + overhead[s])
+    return run, tail
+
+
+def _listed(exists: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """The true columns of each row, ascending, and their numbers."""
+    counts = exists.sum(axis=1).astype(np.int64)
+    # A stable sort moves the true ones, in order, to the front.
+    order = np.argsort(~exists, axis=1, kind="stable")[:, : counts.max()]
+    return np.ascontiguousarray(order, dtype=np.int64), counts
+
+
+def keep_all_memory(p: Problem) -> int:
+    """The memory beyond a^0 with which no stage runs more often than the family has to.
+
+    With tapes kept that is the plain sequence `Fall1 ... B1`; without, the one that keeps every layer input.
+    """
+    n = p.num_stages
+    output, tape = p.output.tolist(), p.tape.tolist()
+    kept, need = 0, 0
+    for s in range(1, n + 1):
+        held = output[n] + int(p.forward_overhead[s])
+        alone = output[s] + output[s - 1] + tape[s] + int(p.backward_overhead[s])
+        if p.keeps_tapes:
+            need = max(need, kept + tape[s] + held, kept + alone)
+            kept += tape[s]
+        else:
+            backward = output[s] + tape[s] + int(p.forward_overhead[s])
+            need = max(need, kept + alone, kept + backward, kept + output[s] + held if s < n else 0)
+            kept += output[s]
+    return need
+
+
+@njit(cache=True)
+def row(p: Any, s: int, t: int, last: int) -> Any:
+    """The row of state (s, t, l) in a table."""
+    return p.state_row[s, t] + last - t
+
+
+@njit(cache=True)
+def all_threshold(p: Any, s: int, last: int) -> Any:
+    """m_all^(s,l) of Theorems 4.7 and 4.8: memory for `Fall` and `B` of stage s, with delta^l held by the former."""
+    forward = p.output[last] + p.tape[s] + p.forward_overhead[s]
+    backward = p.output[s] + p.output[s - 1] + p.tape[s] + p.backward_overhead[s]
+    return max(forward, backward)
+
+
+@njit(cache=True)
+def move_threshold(p: Any, s: int, r: int, last: int) -> Any:
+    """Memory for `Fn` of stages s to r-1, which drop a^(s-1) and leave a^(r-1) in its place."""
+    first = p.output[last] + p.output[s] + p.forward_overhead[s]
+    return max(first, p.output[last] + p.tail[s, r - 1] - p.output[s - 1])
+
+
+@njit(cache=True)
+def least_memory(p: Any) -> Any:
+    """For each row of a table, the least memory with which its state has a sequence.
+
+    Cost: O(L^3) for memory-persistent states, up to O(L^4) with floating ones.
+    """
+    n = p.num_stages
+    infinite = np.int64(1) << 62
+    need = np.full(p.num_rows, infinite, dtype=np.int64)
+    segment = np.empty(n + 2, dtype=np.int64)
+    for last in range(1, n + 1):
+        for s in range(last, 0, -1):
+            # segment[u]: memory to run from a^(s-1) to the first kept activation and back down to stage u.
+            for u in range(s + 1, last + 1):
+                least = infinite
+                for i in range(p.num_bases[u] - 1, -1, -1):
+                    k = p.bases[u, i]
+                    if k <= s:
+                        break
+                    run = p.output[last] + p.run[s, k - 1]
+                    below = p.output[k - 1] + need[row(p, k, u, last)]
+                    least = min(least, max(run, below))
+                segment[u] = least
+            for t in p.ends[s, : p.num_ends[s]]:
+                if t > last:
+                    break
+                least = infinite
+                if s == t and last == s:
+                    least = all_threshold(p, s, last)
+                elif s == t and p.keeps_tapes:
+                    inner = p.tape[s] + need[row(p, s + 1, s + 1, last)]
+                    least = max(all_threshold(p, s, last), inner)
+                for u in range(t + 1, last + 1):
+                    least = min(least, max(segment[u], need[row(p, s, t, u - 1)]))
+                for r in p.bases[t, : p.num_bases[t]]:
+                    if r > s and p.output[r - 1] > p.output[s - 1]:
+                        grown = p.output[r - 1] - p.output[s - 1]
+                        inner = need[row(p, r, t, last)] + grown
+                        least = min(least, max(move_threshold(p, s, r, last), inner))
+                need[row(p, s, t, last)] = least
+    return need

@@ -1,0 +1,89 @@
+"""What the chain planners share: a problem, its makespan table under a budget, and the sequence at a budget."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from ..chain import Chain, ChainSequence, Operation, OperationKind, memory_usages
+from ..errors import InfeasibleBudgetError
+from .rotor_backtrack import KINDS, Table, walk
+from .rotor_fronts import fill_fronts
+from .rotor_problem import Problem, build, keep_all_memory, least_memory
+from .rotor_slots import fill_slots
+
+_NO_LIMIT = 1 << 60
+
+
+def solve_chain(
+    chain: Chain, budget: float, *, slots: int | None, keeps_tapes: bool, floating: bool, family: str
+) -> ChainSequence:
+    """A fastest sequence of a family within `budget`; the solvers of `rotor` and `griewank` differ by flags alone.
+
+    Args:
+        chain: The chain.
+        budget: Memory in the chain's unit.
+        slots: Slots that the budget is divided into; None plans in exact memory.
+        keeps_tapes: Whether tapes may be kept for later.
+        floating: Whether activations may be replaced before their backward's turn.
+        family: The sequences searched, for the error.
+
+    Raises:
+        InfeasibleBudgetError: No sequence of the family fits; `minimum_bytes` is the least budget for which one does.
+        ValueError: `slots` is not positive.
+    """
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots is {slots}: pass a positive number, or None to plan in exact memory")
+    p, scale = build(chain, keeps_tapes=keeps_tapes, floating=floating)
+    fixed = int(p.output[0])
+    # No budget above what keeps everything is of use, and it would only make the slots coarser.
+    ceiling = keep_all_memory(p)
+    memory = ceiling if budget == float("inf") else min(scale.from_chain(budget) - fixed, ceiling)
+    least = int(least_memory(p)[p.state_row[1, 1] + p.num_stages - 1])
+    if memory < least:
+        minimum = scale.to_chain(least + fixed)
+        sequence = sequence_at(p, front_table(p, least, 1), least)
+        peak_at = peak_operation(chain, sequence)
+        raise InfeasibleBudgetError(
+            f"no {family} sequence of these {p.num_stages} stages fits in {budget:g}: the least budget is {minimum!r},"
+            f" set by {peak_at}; raise the budget, or cut the chain into smaller stages",
+            minimum_bytes=minimum,
+            budget_bytes=budget,
+            node=str(peak_at),
+        )
+    if slots is None:
+        return sequence_at(p, front_table(p, memory, _NO_LIMIT), memory)
+    table, available = slot_table(p, memory, slots)
+    if np.isfinite(table.uniform[p.state_row[1, 1] + p.num_stages - 1, available]):
+        return sequence_at(p, table, available)
+    # Just above the least memory the slots' rounding leaves nothing; as many steps in exact memory are few states there.
+    return sequence_at(p, front_table(p, memory, slots), memory)
+
+
+def slot_table(p: Problem, memory: int, slots: int) -> tuple[Table, int]:
+    """The makespans up to `memory` in uniform slots, and how many slots `memory` holds (rounded down)."""
+    slot = max(1, -(-memory // slots))
+    available = memory // slot
+    uniform = fill_slots(p, slot, available)
+    nothing = np.empty(0, dtype=np.int64)
+    return Table(slot, uniform, nothing, np.empty(0), np.empty((0, 2), dtype=np.int64)), available
+
+
+def front_table(p: Problem, memory: int, limit: int) -> Table:
+    """The makespans up to `memory` as step functions of at most `limit` steps."""
+    memories, makespans, bounds = fill_fronts(p, memory, limit)
+    return Table(1, np.empty((0, 0)), memories, makespans, bounds)
+
+
+def sequence_at(p: Problem, table: Table, available: int) -> ChainSequence:
+    """The sequence that has the table's makespan for the whole chain with `available` slots."""
+    kinds, stages = cast("tuple[Any, Any]", walk(p, table, available))
+    pairs = zip(kinds.tolist(), stages.tolist(), strict=True)
+    return ChainSequence(tuple(Operation(cast(OperationKind, KINDS[kind]), stage) for kind, stage in pairs))
+
+
+def peak_operation(chain: Chain, sequence: ChainSequence) -> Operation:
+    """The operation of `sequence` that uses the most memory."""
+    usages = memory_usages(chain, sequence)
+    return sequence.operations[max(range(len(usages)), key=usages.__getitem__)]
