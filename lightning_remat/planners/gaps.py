@@ -1,0 +1,158 @@
+"""The moves of the local search: between two uses a value is either held or absent, and may change over."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .fast_simulator import (
+    NONE,
+    NUM_WINDOWS,
+    OUTPUT,
+    PINNED,
+    ROOT,
+    TAPE,
+    Floats,
+    Ints,
+    Problem,
+    Small,
+    Work,
+    njit,
+    replay,
+)
+
+VALUE, START, END, HELD = range(4)
+
+
+@njit
+def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, Ints, Floats]:
+    """Every gap between two uses of a value in the schedule just replayed.
+
+    Returns:
+        Rows (value, step of the earlier use, step of the later use, whether the value is held between); the value's
+        bytes; the seconds of the run that makes it again.
+    """
+    count = len(problem.seconds)
+    nodes = problem.nodes
+    rows = np.empty((4 * num_actions + 16, 4), np.int32)
+    sizes = np.empty(4 * num_actions + 16, np.int64)
+    used = np.full(2 * count, -1, np.int32)  # step of the next use
+    made = np.full(2 * count, -1, np.int32)  # step of the next run, where no use comes before it
+    found = 0
+    for at in range(num_actions - 1, -1, -1):
+        a, step = work.action[at], work.step[at]
+        if a >= 0:
+            first, last, needs = problem.read_start[a], problem.read_start[a + 1], problem.read
+            for v in range(a, a + count + 1, count):
+                if (v < count and (nodes[a, ROOT] != a or nodes[a, PINNED])) or (v >= count and nodes[a, TAPE] == 0):
+                    continue
+                other = used[v] if used[v] >= 0 else made[v]
+                if other > step and found < len(rows):
+                    _put(rows, found, v, step, other, used[v] >= 0)
+                    sizes[found] = nodes[a, TAPE] if v >= count else nodes[a, OUTPUT]
+                    found += 1
+                used[v] = -1
+                made[v] = step
+        else:
+            n = -1 - a
+            first, last, needs = problem.saved_start[n], problem.saved_start[n + 1], problem.saved
+            used[count + n] = step
+        for k in range(first, last):
+            v = nodes[needs[k], ROOT]
+            if nodes[v, PINNED]:
+                continue
+            other = used[v] if used[v] >= 0 else made[v]
+            if other > step and found < len(rows):
+                _put(rows, found, v, step, other, used[v] >= 0)
+                sizes[found] = nodes[v, OUTPUT]
+                found += 1
+            used[v] = step
+    seconds = np.empty(found, np.float64)
+    for k in range(found):
+        v = rows[k, 0]
+        seconds[k] = problem.seconds[v - count if v >= count else v]
+    return rows[:found], sizes[:found], seconds
+
+
+@njit
+def _put(rows: Small, at: int, v: int, start: int, end: int, held: bool) -> None:
+    rows[at, 0] = v
+    rows[at, 1] = start
+    rows[at, 2] = end
+    rows[at, 3] = held
+
+
+@njit
+def bar(windows: Small, v: int, start: int, end: int) -> bool:
+    """Makes value v absent at the end of steps start to end - 1; whether there was room for the window."""
+    row = windows[v]
+    size = 0
+    for k in range(NUM_WINDOWS):
+        s, e = row[k, 0], row[k, 1]
+        if s == NONE:
+            break
+        if e < start or s > end:
+            row[size, 0], row[size, 1] = s, e
+            size += 1
+        else:
+            start, end = min(s, start), max(e, end)
+    for k in range(size, NUM_WINDOWS):
+        row[k, 0] = row[k, 1] = NONE
+    if size == NUM_WINDOWS:
+        return False
+    while size > 0 and row[size - 1, 0] > start:
+        row[size, 0], row[size, 1] = row[size - 1, 0], row[size - 1, 1]
+        size -= 1
+    row[size, 0], row[size, 1] = start, end
+    return True
+
+
+@njit
+def unbar(windows: Small, v: int, start: int, end: int) -> bool:
+    """Lets value v be held at the end of steps start to end - 1; whether there was room for what remains."""
+    old = windows[v].copy()
+    row = windows[v]
+    size = 0
+    row[:] = NONE
+    for k in range(NUM_WINDOWS):
+        s, e = old[k, 0], old[k, 1]
+        if s == NONE:
+            break
+        for part in range(2):
+            first = s if part == 0 else max(s, end)
+            last = min(e, start) if part == 0 else e
+            if first < last:
+                if size == NUM_WINDOWS:
+                    return False
+                row[size, 0], row[size, 1] = first, last
+                size += 1
+    return True
+
+
+@njit
+def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: int) -> tuple[Ints, Floats, Floats]:
+    """What changing each gap over, by itself, would give: peak bytes, seconds, `excess_of` above `limit`."""
+    tried = len(rows)
+    peaks = np.empty(tried, np.int64)
+    seconds = np.empty(tried, np.float64)
+    excess = np.empty(tried, np.float64)
+    for k in range(tried):
+        v = rows[k, 0]
+        old = windows[v].copy()
+        change = bar(windows, v, rows[k, 1], rows[k, 2]) if rows[k, 3] else unbar(windows, v, rows[k, 1], rows[k, 2])
+        peaks[k], seconds[k], excess[k] = 1 << 62, np.inf, np.inf
+        if change:
+            peaks[k], seconds[k], num_actions = replay(problem, windows, work)
+            if num_actions:
+                excess[k] = excess_of(work, limit)
+        windows[v] = old
+    return peaks, seconds, excess
+
+
+@njit
+def excess_of(work: Work, limit: int) -> float:
+    """Bytes above `limit`, summed over the steps of the schedule just replayed."""
+    total = 0.0
+    for step in range(len(work.most)):
+        if work.most[step] > limit:
+            total += work.most[step] - limit
+    return total
