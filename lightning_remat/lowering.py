@@ -76,14 +76,21 @@ def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
     last_output: dict[int, int] = {}  # node -> last position that uses the present residency of its output
     last_tape: dict[int, int] = {}
     discards: dict[int, list[Action]] = {}
+    # A second copy of a storage that a view or the caller may hold costs more than to keep the first.
+    shared = {graph.roots[n] for n, node in enumerate(graph.nodes) if node.is_view or n in graph.outputs}
     for position, action in enumerate(schedule.actions):
         kind, n = action
         if kind == "F":
             for i in reads(graph, n):
                 last_output[i] = position
-            last_output.setdefault(n, position)
+            if n in last_output and n not in shared:
+                # Brings back the tape only: what it makes again need not wait for it.
+                discards.setdefault(last_output[n], []).append(Action("D", n))
+            last_output[n] = position
             if graph.nodes[n].tape_bytes:
-                last_tape.setdefault(n, position)
+                if n in last_tape:
+                    discards.setdefault(last_tape[n], []).append(Action("T", n))
+                last_tape[n] = position
         elif kind == "B":
             for i in graph.nodes[n].saved:
                 last_output[i] = position

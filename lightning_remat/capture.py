@@ -1,0 +1,217 @@
+"""Symbolic tracing with torch.fx: which modules are leaves, and what tracing may not leave behind."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import operator
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .errors import TraceError
+
+logger = logging.getLogger(__name__)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its `forward`."""
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+class InPlaceProxy(fx.Proxy):
+    """A proxy on which `x += y` and `x[i] = y` are recorded as the in-place operations that they are."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+class SymbolicTracer(fx.Tracer):
+    """Traces one call; tensors of its arguments become placeholders, everything else is a constant.
+
+    Modules of torch.nn are leaves, and so are modules with hooks (which then fire as in the plain run),
+    parametrized modules, and those that `opaque` names because they cannot be traced.
+    """
+
+    def __init__(self, leaves: list[Any], spec: TreeSpec, opaque: frozenset[str]) -> None:
+        super().__init__(param_shapes_constant=True)
+        self.call_leaves, self.call_spec, self.opaque = leaves, spec, opaque
+        self.entered: list[str] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            module_qualified_name in self.opaque
+            or has_hooks(m)
+            or parametrize.is_parametrized(m)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.entered.append(self.path_of_module(m))
+        result = super().call_module(m, forward, args, kwargs)
+        self.entered.pop()  # stays where an exception passes: the innermost module that failed is the last
+        return result
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return InPlaceProxy(node, self)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        placeholders = [
+            self.create_proxy("placeholder", f"input_{i}", (), {}) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self.call_leaves)
+        ]
+        args, kwargs = tree_unflatten(placeholders, self.call_spec)
+
+        def call(root: nn.Module) -> Any:
+            return root_fn(root, *args, **kwargs)
+
+        return call, [self.root]
+
+
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Graph:
+    """The fx graph of one call of `module`; submodules that cannot be traced become opaque leaves.
+
+    Args:
+        module: Left as it was, on error too.
+        args: Positional arguments of the call, tensors real or fake.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        A graph whose placeholders are the tensors among the flattened arguments, in order.
+
+    Raises:
+        TraceError: The module's own `forward` cannot be traced; names the line and the remedy.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    opaque: frozenset[str] = frozenset()
+    while True:
+        tracer = SymbolicTracer(leaves, spec, opaque)
+        try:
+            with _undisturbed(module) as changes:
+                graph = tracer.trace(module)
+        except Exception as error:
+            where, line = _user_line(error, module)
+            if not tracer.entered or tracer.entered[-1] in opaque:
+                raise TraceError(
+                    f"{type(module).__name__}.forward cannot be traced: {error} (at {where}: {line!r}). "
+                    "Remedy: move the code that depends on values into a submodule, which is then run as one "
+                    "operation, or rematerialize its submodules one by one (modules=...)",
+                    where=where,
+                ) from error
+            logger.info("%s cannot be traced and is run as one operation: %s (%s)", tracer.entered[-1], error, where)
+            opaque |= {tracer.entered[-1]}
+            continue
+        if changes:
+            path, name = changes[0]
+            if not path or path in opaque:
+                raise TraceError(
+                    f"{type(module).__name__}.forward changes {name!r}, a state that a recomputation would change again. "
+                    "Remedy: keep it in a buffer, or move what depends on it into a submodule",
+                    where=None,
+                )
+            logger.info("%s changes its attribute %r and is run as one operation", path, name)
+            opaque |= {path}
+            continue
+        return graph
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Puts back what running the user's Python leaves in the modules, and the host's random states.
+
+    Yields:
+        A list that in the end names (module path, attribute) of every change that was undone.
+    """
+    before = {path: _snapshot(m) for path, m in module.named_modules()}
+    randoms = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    changes: list[tuple[str, str]] = []
+    try:
+        yield changes
+    finally:
+        drew = random.getstate() != randoms or repr(np.random.get_state(legacy=False)) != repr(numpy_state)
+        random.setstate(randoms)
+        np.random.set_state(numpy_state)
+        for path, m in module.named_modules():
+            changes += [(path, name) for name in _put_back(m, before[path])]
+    if drew:
+        raise TraceError(
+            f"{type(module).__name__}.forward draws from Python's or numpy's random numbers, which a trace would turn "
+            "into constants. Remedy: draw with torch (torch.rand(()) < p)",
+            where=None,
+        )
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """Attributes and, one level deep, the containers among them."""
+    return {k: (v, copy.copy(v) if isinstance(v, (dict, list, set)) else v) for k, v in vars(module).items()}
+
+
+def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    state = vars(module)
+    changed = [name for name in state if name not in before]
+    for name in changed:
+        del state[name]
+    for name, (value, contents) in before.items():
+        same = state.get(name, state) is value
+        if isinstance(value, (dict, list, set)) and _differs(value, contents):
+            same = False
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(contents)
+        if not same:
+            state[name] = value
+            changed.append(name)
+    return changed
+
+
+def _differs(value: Any, contents: Any) -> bool:
+    if isinstance(value, dict):
+        return value.keys() != contents.keys() or any(value[k] is not contents[k] for k in contents)
+    if isinstance(value, list):
+        return len(value) != len(contents) or any(a is not b for a, b in zip(value, contents, strict=True))
+    return value != contents
+
+
+def _user_line(error: BaseException, module: nn.Module) -> tuple[str, str]:
+    """`file:line` and text of the innermost frame outside torch and this package."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(ours) and "importlib" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}", frame.line or ""
+    try:
+        return f"{inspect.getsourcefile(type(module))}", type(module).__name__
+    except TypeError:
+        return type(module).__module__, type(module).__name__

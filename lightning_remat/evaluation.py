@@ -1,0 +1,88 @@
+"""Runs one operation of a traced module: resolves its arguments, calls its parts, returns what others read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
+
+from .capture import has_hooks
+from .tracer import Operation
+
+Fetch = Callable[[fx.Node], Any]
+
+
+def evaluate(module: nn.Module, operation: Operation, fetch: Fetch, *, is_first: bool) -> list[Any]:
+    """The values of the operation's outputs.
+
+    Args:
+        module: The traced module, which owns submodules, parameters and buffers.
+        operation: What to run.
+        fetch: Value of an fx node outside the operation.
+        is_first: A first run calls submodules with their hooks; a recomputation must not fire them again.
+    """
+    values: dict[fx.Node, Any] = {}
+
+    def resolve(n: fx.Node) -> Any:
+        if n in values:
+            return values[n]
+        if n.op == "get_attr":
+            return attribute(module, str(n.target))
+        return fetch(n)
+
+    for part in operation.parts:
+        values[part] = call(module, part, resolve, is_first=is_first)
+    return [values[n] for n in operation.outputs]
+
+
+def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> Any:
+    """The value of one fx node, its arguments resolved."""
+    args: Any = _resolved(n.args, resolve)
+    kwargs: Any = map_aggregate(n.kwargs, lambda a: resolve(a) if isinstance(a, fx.Node) else a) if n.kwargs else {}
+    target: Any = n.target
+    if n.op == "call_function":
+        return target(*args, **kwargs)
+    if n.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    assert n.op == "call_module", n.op
+    submodule = module.get_submodule(target)
+    if is_first or not has_hooks(submodule) or _hooks_compute(submodule):
+        return submodule(*args, **kwargs)
+    return submodule.forward(*args, **kwargs)
+
+
+def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:
+    result: list[Any] = []
+    for a in args:
+        if isinstance(a, fx.Node):
+            result.append(resolve(a))
+        elif isinstance(a, (tuple, list, dict, slice)):
+            result.append(map_aggregate(a, lambda b: resolve(b) if isinstance(b, fx.Node) else b))  # pyright: ignore
+        else:
+            result.append(a)
+    return result
+
+
+def _hooks_compute(module: nn.Module) -> bool:
+    """Whether the hooks are part of the computation, as those that make a normalized or pruned weight are."""
+    hooks = [*module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
+    return any(type(h).__module__.startswith("torch.nn.utils") for h in hooks) or parametrize.is_parametrized(module)
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def detached(value: Any) -> Any:
+    """The same value with every tensor cut from its autograd graph."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tree_map_only(Tensor, lambda t: t.detach(), value)

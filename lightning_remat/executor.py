@@ -1,0 +1,389 @@
+"""Runs a traced module by its program, inside autograd: one `Step` from a forward to its backward.
+
+The first forward runs with gradients under saved-tensor hooks, so that the autograd graph is the ordinary one, but
+holds references in place of tensors. What the schedule keeps lies in the step's own table. When a backward asks for
+a saved tensor, the step advances to that backward, recomputing and discarding on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from .ambient import Ambient, RandomState, buffer_values, recomputing, scratch_buffers
+from .evaluation import call, detached, evaluate
+from .program import Program
+from .saved_tensors import (
+    ExternalRef,
+    Leaf,
+    OutputRef,
+    Source,
+    TapeRef,
+    caught_tensors,
+    classify,
+    rebuilt,
+    storage_key,
+    storage_owners,
+    tensor_in,
+    tensors_of,
+)
+from .schedule import Action
+
+
+class Slot:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("epoch", "last", "operation", "source", "step")
+
+    def __init__(self, step: Step, operation: int) -> None:
+        self.step, self.operation = step, operation
+        self.source: Source = TapeRef(-1)  # set once the operation has run
+        self.epoch = -1  # the backward in which it was last read
+        self.last: weakref.ref[torch.UntypedStorage] | None = None
+
+
+def run_forward(program: Program, module: nn.Module, tensors: list[Tensor]) -> Any:
+    """The module's outputs, their autograd graph tied to a new step of the program.
+
+    Args:
+        program: What to follow.
+        module: The module that was traced, or a copy of it.
+        tensors: The tensors among the flattened arguments of the call.
+    """
+    return Step(program, module, tensors).forward()
+
+
+class Step:
+    """The state of one forward and its backward: what is resident, and how far the program has run."""
+
+    def __init__(self, program: Program, module: nn.Module, tensors: list[Tensor]) -> None:
+        count = len(program.traced.operations)
+        self.program, self.module = program, module
+        self.operations = program.traced.operations
+        placeholders = [n for n in program.traced.fx_graph.nodes if n.op == "placeholder"]
+        self.values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
+        self.versions = {n: t._version for n, t in self.values.items()}
+        self.devices = list({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
+        self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
+        self.is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        owned = [*module.parameters(), *module.buffers(), *tensors]
+        self.external = {key for t in owned if (key := storage_key(t)) is not None}
+        self.outputs: list[list[Any] | None] = [None] * count
+        self.leaves: list[list[Leaf]] = [[] for _ in range(count)]
+        self.tapes: list[dict[int, Tensor] | None] = [None] * count
+        self.slots: list[list[Slot]] = [[] for _ in range(count)]
+        self.pending_reads: dict[tuple[int, int], int] = {}  # (reader, operation read) -> slots not read yet
+        self.random_states: dict[int, RandomState] = {}
+        self.buffers: dict[int, dict[str, Tensor]] = {}
+        self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
+        self.output_versions: dict[int, list[int]] = {}
+        self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
+        self.epoch = 0
+        self.lock = threading.RLock()
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self) -> Any:
+        """Runs the program up to the first backward."""
+        returned: dict[fx.Node, Any] = {}
+        try:
+            self._note_constants(-1)
+            for kind, n in self.program.forward:
+                if kind == "F" and not self.leaves[n] and self.outputs[n] is None and n not in self.dormant:
+                    self._run_first(n, returned)
+                elif kind == "F":
+                    self._revive(n)
+                elif kind == "D" and n in self.program.revived and n not in self.program.traced.outputs:
+                    self._put_to_sleep(n)
+                else:
+                    self._discard(kind, n)
+            # From here on the table must not hold the autograd graph that holds the table.
+            self.outputs = [None if values is None else [detached(v) for v in values] for values in self.outputs]
+            self.dormant.clear()
+        except BaseException:
+            self._forget()
+            raise
+        self.output_versions = {
+            n: [t._version for t in tensors_of(self.outputs[n] or [])] for n in self.program.traced.outputs
+        }
+        result = next(n for n in self.program.traced.fx_graph.nodes if n.op == "output").args[0]
+        return fx.map_arg(result, lambda n: returned[n] if n in returned else self.values[n])
+
+    def _run_first(self, n: int, returned: dict[fx.Node, Any]) -> None:
+        operation = self.operations[n]
+        if operation.is_random and not self.is_fake:
+            self.random_states[n] = RandomState(self.devices)
+        if operation.mutates and self._reads_what_it_writes(n):
+            self.buffers[n] = buffer_values(self.module, operation.mutates)
+        slots: list[Slot] = []
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Slot:
+            slots.append(Slot(self, n))
+            saved.append(tensor)
+            return slots[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
+        self.outputs[n] = values
+        leaves = tensors_of(values)
+        self.leaves[n] = [Leaf.of(t) for t in leaves]
+        sources = classify(saved, storage_owners(self.operations, self.leaves, n), self.external)
+        tape: dict[int, Tensor] = {}
+        for slot, source, tensor in zip(slots, sources, saved, strict=True):
+            slot.source = source
+            if isinstance(source, TapeRef):
+                tape[source.index] = tensor.detach()
+        saved.clear()  # autograd holds the pack hook, and it this list
+        self.slots[n] = slots
+        if tape:
+            self.tapes[n] = tape
+        if not slots and self.program.before[self.program.place[n]]:
+            self._announce(n, leaves)
+        for node, value in zip(operation.outputs, values, strict=True):
+            returned[node] = value if any(u.op == "output" for u in node.users) else None
+            if returned[node] is None:
+                del returned[node]
+        self._note_constants(n)
+
+    def _announce(self, n: int, leaves: list[Tensor]) -> None:
+        """A backward that reads nothing still moves the program on."""
+        for leaf in leaves:
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(lambda _gradients: self._arrive(n))
+
+    def _reads_what_it_writes(self, n: int) -> bool:
+        """Batch norm in training writes its running statistics without reading them."""
+        modules = [self.module.get_submodule(str(p.target)) for p in self.operations[n].parts if p.op == "call_module"]
+        return not all(isinstance(m, _NormBase) for m in modules) or not modules
+
+    def _note_constants(self, n: int) -> None:
+        for constant in self.program.constants_after.get(n, ()):
+            self.values[constant] = call(self.module, constant, self._fetch_connected, is_first=True)
+
+    def _fetch_connected(self, node: fx.Node) -> Any:
+        producer = self.program.traced.producer.get(node)
+        if producer is None:
+            return self.values[node]
+        values = self.outputs[producer]
+        assert values is not None, f"{node} is not resident"
+        return values[self.operations[producer].outputs.index(node)]
+
+    def _put_to_sleep(self, n: int) -> None:
+        """Discards an output that the forward will compute again: its tensors stay, without memory."""
+        values = self.outputs[n]
+        assert values is not None
+        for t in tensors_of(values):
+            t.data = t.data.new_empty(0)
+        self.dormant[n] = values
+        self.outputs[n] = None
+
+    def _revive(self, n: int) -> None:
+        """Recomputes within the forward; later operations read the first run's tensors, filled again."""
+        self._rerun(n)
+        values = self.dormant.pop(n, None)
+        if values is not None:
+            again = tensors_of(self.outputs[n] or [])
+            with torch.no_grad():
+                for t, new in zip(tensors_of(values), again, strict=True):
+                    t.data = new
+            self.outputs[n] = values
+            self.leaves[n] = [Leaf.of(t) for t in tensors_of(values)]
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """The saved tensor that a backward asks for."""
+        with self.lock:
+            self._arrive(slot.operation)
+            source = slot.source
+            if isinstance(source, ExternalRef):
+                if source.tensor._version != source.version:
+                    raise _modified(f"a tensor of shape {tuple(source.tensor.shape)}", source.version, source.tensor)
+                return source.tensor
+            if slot.epoch == self.epoch and slot.last is not None and (storage := slot.last()) is not None:
+                return self._from_storage(slot, storage)
+            tensor = self._read(slot)
+            self._release(slot, tensor)
+            return tensor
+
+    def _read(self, slot: Slot) -> Tensor:
+        source, n = slot.source, slot.operation
+        if isinstance(source, TapeRef):
+            tape = self.tapes[n]
+            if tape is None or source.index not in tape:
+                self._recover(n, needs_tape=True)
+                tape = self.tapes[n]
+                assert tape is not None
+            return tape[source.index]
+        assert isinstance(source, OutputRef)
+        if self.outputs[source.operation] is None:
+            self._recover(source.operation)
+        leaf = tensors_of(self.outputs[source.operation] or [])[source.leaf]
+        self._check_version(source.operation, source.leaf, leaf)
+        return rebuilt(leaf, source.geometry)
+
+    def _release(self, slot: Slot, tensor: Tensor) -> None:
+        """After the last read of a value by a backward it lives only as long as this backward."""
+        n, source = slot.operation, slot.source
+        if slot.epoch == self.epoch:
+            return
+        slot.epoch = self.epoch
+        released = self.program.released[n]
+        if isinstance(source, TapeRef):
+            if ("T", n) in released and (tape := self.tapes[n]) is not None:
+                slot.last = weakref.ref(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+                del tape[source.index]
+        elif isinstance(source, OutputRef) and ("D", source.operation) in released:
+            slot.last = weakref.ref(tensor.untyped_storage())
+            unread = sum(
+                s.epoch != self.epoch and isinstance(s.source, OutputRef) and s.source.operation == source.operation
+                for s in self.slots[n]
+            )
+            if not unread:
+                self.outputs[source.operation] = None
+
+    def _from_storage(self, slot: Slot, storage: torch.UntypedStorage) -> Tensor:
+        """A saved tensor that was released, read again by the same backward while it still lives."""
+        source = slot.source
+        if isinstance(source, OutputRef):
+            leaf = self.leaves[source.operation][source.leaf]
+            return tensor_in(storage, leaf.dtype, source.geometry or leaf.geometry)
+        return self._read(slot)
+
+    def _arrive(self, n: int) -> None:
+        """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
+        with self.lock:
+            target = self.program.place[n]
+            if target == self.position:
+                return
+            try:
+                if target < self.position:
+                    self._start_over()
+                while self.position < target:
+                    self.position += 1
+                    for action in self.program.before[self.position]:
+                        self._act(action)
+            except BaseException:
+                self._forget()
+                self.position = len(self.program.backwards)  # whatever comes next starts over
+                raise
+
+    def _start_over(self) -> None:
+        self._forget()
+        self.epoch += 1
+        self.position = -1
+        for action in self.program.forward:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        kind, n = action
+        if kind == "F":
+            self._rerun(n)
+        else:
+            self._discard(kind, n)
+
+    def _discard(self, kind: str, n: int) -> None:
+        if kind == "D":
+            self.outputs[n] = None
+        else:
+            self.tapes[n] = None
+
+    def _rerun(self, n: int) -> None:
+        """Recomputes an operation from detached inputs; its saved tensors are caught slot by slot."""
+        operation = self.operations[n]
+        saved: list[Tensor] = []
+        with torch.enable_grad(), recomputing(), self.ambient.restored():
+            random_state = self.random_states.get(n)
+            inputs: dict[fx.Node, Any] = {}
+
+            def fetch(node: fx.Node) -> Any:
+                if node not in inputs:
+                    inputs[node] = self._fetch_detached(node)
+                return inputs[node]
+
+            with (
+                scratch_buffers(self.module, operation.mutates, self.buffers.get(n, {})),
+                random_state.replayed() if random_state else _nothing_to_replay,
+                caught_tensors(saved.append),
+            ):
+                values = evaluate(self.module, operation, fetch, is_first=False)
+        if len(saved) != len(self.slots[n]):
+            raise RuntimeError(
+                f"{operation.name} saved {len(self.slots[n])} tensors for backward in its first run and {len(saved)} in "
+                "its recomputation, so it does not do the same twice. Remedy: leave it out of the rewritten modules"
+            )
+        if self.tapes[n] is None:
+            tape = {
+                slot.source.index: t.detach()
+                for slot, t in zip(self.slots[n], saved, strict=True)
+                if isinstance(slot.source, TapeRef)
+            }
+            self.tapes[n] = tape or None
+        saved.clear()  # it holds the graph that holds the hook that holds it
+        if self.outputs[n] is None:
+            self.outputs[n] = [detached(v) for v in values]
+            self.output_versions.pop(n, None)
+
+    def _fetch_detached(self, node: fx.Node) -> Any:
+        producer = self.program.traced.producer.get(node)
+        if producer is None:
+            value = self.values[node]
+            if isinstance(value, Tensor):
+                if value._version != self.versions.get(node, value._version):
+                    raise _modified(f"input {node.name}", self.versions[node], value)
+                return value.detach().requires_grad_(value.requires_grad)
+            return value
+        if self.outputs[producer] is None:
+            self._recover(producer)
+        values = self.outputs[producer]
+        assert values is not None
+        copies = [detached(v) for v in values]
+        for k, t in enumerate(tensors_of(copies)):
+            self._check_version(producer, k, t)
+            if self.leaves[producer][k].requires_grad:
+                t.requires_grad_()
+        return copies[self.operations[producer].outputs.index(node)]
+
+    def _recover(self, n: int, *, needs_tape: bool = False) -> None:
+        """Recomputes, with what it needs, a value that the program does not hold: reads out of its order."""
+        if needs_tape:
+            self.tapes[n] = None
+        self._rerun(n)
+
+    def _check_version(self, n: int, leaf: int, tensor: Tensor) -> None:
+        versions = self.output_versions.get(n)
+        if versions and versions[leaf] != tensor._version:
+            raise _modified(f"the output of {self.operations[n].name}", versions[leaf], tensor)
+
+    def _forget(self) -> None:
+        count = len(self.operations)
+        self.output_versions.clear()
+        self.outputs, self.tapes = [None] * count, [None] * count
+        self.dormant.clear()
+
+
+class _NothingToReplay:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+_nothing_to_replay = _NothingToReplay()
+
+
+def _unpack(slot: Slot) -> Tensor:
+    return slot.step.unpack(slot)
+
+
+def _modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
+        f"version {tensor._version}, expected version {version}. Remedy: use the out-of-place operation"
+    )

@@ -1,0 +1,152 @@
+"""Groups of fx nodes that must run together: a storage and everything that overwrites it are one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from .recording import Record
+
+Group = list[fx.Node]
+
+
+def group(graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
+    """The operations, each a list of fx nodes in their original order, in an order in which they can run.
+
+    An in-place operation is fused with the producer of the storage that it writes and with every node between them
+    that touches this storage: a recomputation then never meets a half-written value. A group runs where its last
+    part stood. Where that would change the order of random draws, of writes to a buffer, or of three or more
+    gradient contributions to one value, the nodes in between are fused too, so that results stay bitwise equal.
+
+    Args:
+        graph: The captured graph.
+        records: What its nodes did.
+    """
+    nodes = [n for n in graph.nodes if n.op.startswith("call") and (records[n].has_tensors or records[n].writes)]
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    root = {n: n for n in nodes}
+
+    def find(n: fx.Node) -> fx.Node:
+        while root[n] is not n:
+            n = root[n]
+        return n
+
+    def join(members: Iterable[fx.Node]) -> None:
+        first, *others = [find(m) for m in members if m in root]
+        for other in others:
+            if find(other) is not find(first):
+                root[find(other)] = find(first)
+
+    for n in nodes:
+        for owner in records[n].writes:
+            if owner in root:
+                span = range(position[owner], position[n] + 1)
+                join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
+    while True:
+        groups = _collect(nodes, find)
+        clash = _cycle(groups, position) or _reordered(ordered := _order(groups, position), position, records)
+        if not clash:
+            return ordered
+        join(clash)
+
+
+def _touches(n: fx.Node, owner: fx.Node, records: dict[fx.Node, Record]) -> bool:
+    """Whether `n` reads, views or writes the storage that `owner` made."""
+    entry = records[n]
+    return (
+        owner in entry.writes
+        or owner in entry.views
+        or any(i is owner or owner in records[i].views for i in n.all_input_nodes)
+    )
+
+
+def _collect(nodes: list[fx.Node], find: object) -> list[Group]:
+    groups: dict[fx.Node, Group] = {}
+    for n in nodes:
+        groups.setdefault(find(n), []).append(n)  # type: ignore[operator]  # pyright: ignore
+    return list(groups.values())
+
+
+def _edges(groups: list[Group]) -> list[set[int]]:
+    """For each group, the groups whose values it reads, through constants (shapes) as well."""
+    owner = {n: i for i, members in enumerate(groups) for n in members}
+    reached: dict[fx.Node, set[int]] = {}
+
+    def sources(n: fx.Node) -> set[int]:
+        if n in owner:
+            return {owner[n]}
+        if n not in reached:
+            reached[n] = set().union(*(sources(i) for i in n.all_input_nodes))
+        return reached[n]
+
+    return [set().union(*(sources(i) for n in g for i in n.all_input_nodes)) - {k} for k, g in enumerate(groups)]
+
+
+def _cycle(groups: list[Group], position: dict[fx.Node, int]) -> list[fx.Node]:
+    """One node of each group on a cycle (a group and what lies between its parts), or nothing."""
+    edges = _edges(groups)
+    state = [0] * len(groups)
+    for start in range(len(groups)):
+        stack: list[tuple[int, list[int]]] = [(start, sorted(edges[start]))] if not state[start] else []
+        if stack:
+            state[start] = 1
+        while stack:
+            g, todo = stack[-1]
+            if not todo:
+                state[g] = 2
+                stack.pop()
+                continue
+            nxt = todo.pop()
+            if state[nxt] == 1:
+                path = [k for k, _ in stack]
+                return [groups[k][0] for k in path[path.index(nxt) :]]
+            if not state[nxt]:
+                state[nxt] = 1
+                stack.append((nxt, sorted(edges[nxt])))
+    return []
+
+
+def _order(groups: list[Group], position: dict[fx.Node, int]) -> list[Group]:
+    """Groups by the place of their last part, later where an input is."""
+    edges = _edges(groups)
+    rank = sorted(range(len(groups)), key=lambda k: position[groups[k][-1]])
+    done: set[int] = set()
+    result: list[Group] = []
+
+    def emit(k: int) -> None:
+        for j in sorted(edges[k] - done, key=lambda j: position[groups[j][-1]]):
+            if j not in done:
+                emit(j)
+        done.add(k)
+        result.append(groups[k])
+
+    for k in rank:
+        if k not in done:
+            emit(k)
+    return result
+
+
+def _reordered(groups: list[Group], position: dict[fx.Node, int], records: dict[fx.Node, Record]) -> list[fx.Node]:
+    """Two nodes whose exchange could be seen, or nothing."""
+    executed = [n for g in groups for n in g]
+    streams: dict[object, list[fx.Node]] = {}
+    for n in executed:
+        if records[n].is_random:
+            streams.setdefault("random", []).append(n)
+        for name in records[n].buffers:
+            streams.setdefault(name, []).append(n)
+    readers: dict[object, list[fx.Node]] = {}
+    for n in executed:
+        for i in n.all_input_nodes:
+            # A node that only passes a value on passes its gradient on as well: count by the owner of the storage.
+            for value in records[i].views or {i}:
+                readers.setdefault(value, []).append(n)
+        if n.op == "call_module":
+            readers.setdefault(str(n.target), []).append(n)
+    streams.update({k: v for k, v in readers.items() if len(v) > 2})
+    for stream in streams.values():
+        for a, b in zip(stream, stream[1:], strict=False):
+            if position[a] > position[b]:
+                return [a, b]
+    return []

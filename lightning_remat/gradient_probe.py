@@ -1,0 +1,90 @@
+"""Runs the backward of one operation alone, with a gradient that autograd owns, as in a real step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .meter import tensor_storage
+from .saved_tensors import Geometry, geometry_of, tensor_in
+
+
+class SavedStore:
+    """Saved tensors of one run, each released when its backward has read it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._released: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
+        self._held: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> int:
+        """Keeps a tensor; returns its number."""
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def hand_over(self) -> None:
+        """From here on each tensor lives until it is read."""
+        self._held = {k: t.detach() for k, t in enumerate(self.tensors)}
+        self.tensors = []
+
+    def unpack(self, number: int) -> Tensor:
+        """The tensor; a second read succeeds while the first reader still holds it."""
+        if number in self._held:
+            tensor = self._held.pop(number)
+            storage = tensor_storage(tensor)
+            if storage is not None:
+                self._released[number] = (weakref.ref(storage), tensor.dtype, geometry_of(tensor))
+            return tensor
+        reference, dtype, geometry = self._released[number]
+        storage = reference()
+        if storage is None:
+            raise RuntimeError("a backward reads a saved tensor again after letting go of it")
+        return tensor_in(storage, dtype, geometry)
+
+
+class _Source(torch.autograd.Function):
+    """Passes values on; its backward makes the gradient that the operations below then own alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[torch.UntypedStorage]]) -> Tensor:  # pyright: ignore
+        ctx.like, ctx.made = x.detach(), made
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradient = torch.ones_like(ctx.like)
+        storage = tensor_storage(gradient)
+        if storage is not None:
+            ctx.made.append(weakref.ref(storage))
+        return gradient, None
+
+
+class GradientProbe:
+    """The backward of some outputs, prepared so that running it is all that is left to do.
+
+    Attributes:
+        gradients: For each target, its gradient or None, once run.
+        passed_on: For each target, whether its gradient lives in the memory of the outputs' gradient.
+    """
+
+    def __init__(self, outputs: list[Tensor], targets: list[Tensor]) -> None:
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self._targets = targets
+        self._roots = [_Source.apply(t, self._made) for t in outputs if t.requires_grad]
+        self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in self._roots]
+        self.gradients: list[Tensor | None] = []
+
+    def run(self) -> None:
+        """Runs the backward, once."""
+        found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+        self._roots.clear()
+        self.gradients = list(found)
+
+    @property
+    def passed_on(self) -> list[bool]:
+        made = [storage for reference in self._made if (storage := reference()) is not None]
+        storages = [None if g is None else tensor_storage(g) for g in self.gradients]
+        return [any(s is m for m in made) for s in storages]

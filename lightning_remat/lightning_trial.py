@@ -1,0 +1,189 @@
+"""A Lightning training step as a `Trial`: run by hand in Lightning's order of events, everything restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .lightning_private import (
+    gradient_scaler,
+    on_device,
+    run_optimization,
+    run_training_step,
+    silent,
+    training_loaders,
+    without_optimization,
+)
+from .loaders import batch_size_of, first_batch, has_batch_dimension, num_samples_in, resized
+from .meter import measure_peak, tensor_storage
+from .preserve import preserved, preserved_random
+from .regions import Call, find_calls
+from .step_memory import Surroundings
+from .trial import STEPS_PER_TRIAL
+
+T = TypeVar("T")
+
+
+class LightningTrial:
+    """The training step of a trainer that stands in `on_fit_start`.
+
+    Args:
+        trainer: Model on its device, optimizers configured, loaders attached.
+        modules: Submodules to rewrite, or their names; None for those that the step calls.
+    """
+
+    def __init__(
+        self, trainer: Trainer, modules: Sequence[Any] | None = None, effective_batch_size: int | None = None
+    ) -> None:
+        self.trainer, self.modules, self.effective_batch_size = trainer, modules, effective_batch_size
+        self.device = trainer.strategy.root_device
+        self.num_devices = trainer.world_size
+        with preserved_random():
+            loaders = training_loaders(trainer)
+            self.batch = first_batch(loaders)
+        self.has_batch_dimension = has_batch_dimension(self.batch)
+        self.batch_size = batch_size_of(self.batch) if self.has_batch_dimension else 1
+        num_samples = num_samples_in(loaders)
+        self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Nothing that the block does to module, optimizers, loggers or random states stays."""
+        scaler = gradient_scaler(self.trainer)
+        holders = [*self.trainer.optimizers, *([] if scaler is None else [scaler])]
+        with preserved([self.trainer.lightning_module], holders), silent(self.trainer), torch.enable_grad():
+            yield
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The forward context of the trainer's precision."""
+        return self.trainer.precision_plugin.train_step_context()
+
+    def batch_of(self, batch_size: int) -> Any:
+        """The first real batch, repeated or cut to that size, on the device."""
+        batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
+        return on_device(self.trainer, batch)
+
+    def look_through(self, batch_size: int) -> list[Call]:
+        """The regions' calls at that batch size, without a backward."""
+        with self.undone(), without_optimization(self.trainer):
+            batch = self.batch_of(batch_size)
+            return find_calls(
+                self.trainer.lightning_module, lambda: run_training_step(self.trainer, batch), self.modules
+            )
+
+    def surroundings(self, calls: Sequence[Call], batch_size: int) -> Surroundings:
+        """What is alive beside the regions."""
+        with self.undone():
+            batch = self.batch_of(batch_size)
+            state_bytes, step_bytes = optimizer_footprint(
+                self.trainer.lightning_module, self.trainer.strategy.optimizers, self.device
+            )
+        batch_bytes = storage_bytes(tensors_in(batch))
+        return Surroundings(
+            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch)) + state_bytes,
+            optimizer_step_bytes=step_bytes + batch_bytes,
+            is_accumulating=self._num_accumulated(batch_size) > 1,
+        )
+
+    def measure(self, batch_size: int) -> int:
+        """The measured peak of two real steps with backward and optimizer, in bytes."""
+        module, trainer = self.trainer.lightning_module, self.trainer
+        peak_bytes = 0
+        with self.undone():
+            batch = self.batch_of(batch_size)
+            for i in range(STEPS_PER_TRIAL):
+                alive = [module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)]
+                with measure_peak(self.device, include=alive) as measured:
+                    run_optimization(trainer, batch, zero_grad=i == 0 or self._num_accumulated(batch_size) == 1)
+                peak_bytes = max(peak_bytes, measured.peak_bytes)
+        return peak_bytes
+
+    def _num_accumulated(self, batch_size: int) -> int:
+        """Batches an optimizer step."""
+        if self.effective_batch_size is None:
+            return self.trainer.accumulate_grad_batches
+        return self.effective_batch_size // (batch_size * self.num_devices)
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on rank 0, on every rank; its error likewise."""
+        if self.num_devices == 1:
+            return compute()
+        outcome: tuple[T | None, Exception | None] = (None, None)
+        if self.trainer.is_global_zero:
+            try:
+                outcome = compute(), None
+            except Exception as error:  # raised below, on every rank
+                outcome = None, error
+        value, error = self.trainer.strategy.broadcast(outcome, src=0)
+        if error is not None:
+            raise error
+        return cast(T, value)
+
+    def least(self, value: int) -> int:
+        """The least of the ranks' values."""
+        if self.num_devices == 1:
+            return value
+        values: Any = self.trainer.strategy.all_gather(torch.tensor(value, dtype=torch.int64, device=self.device))
+        return int(values.min())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of the tensors, each counted once."""
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor_storage(t) for t in tensors)
+    return {s._cdata: s.nbytes() for s in storages if s is not None}  # pyright: ignore[reportPrivateUsage]
+
+
+def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of the optimizers' states."""
+    return [t for optimizer in optimizers for t in tensors_in(list(cast(Any, optimizer.state).values()))]
+
+
+def optimizer_footprint(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> tuple[int, int]:
+    """(bytes of the optimizers' state, peak of their steps with parameters, buffers and gradients).
+
+    Found by a step on gradients of zero; the caller restores what it changes.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+    step_bytes = 0
+    for optimizer in optimizers:
+        with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
+            cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
+        step_bytes = max(step_bytes, measured.peak_bytes)
+    return storage_bytes(optimizer_tensors(optimizers)), step_bytes
+
+
+def _zero_loss() -> Tensor:
+    return torch.zeros(())
+
+
+def outside_bytes(module: nn.Module, calls: Sequence[Call], batch: Sequence[Tensor]) -> int:
+    """Parameters (with gradients), buffers and batch that no region holds."""
+    inside: list[Tensor] = []
+    for call in calls:
+        inside += [*call.module.parameters(), *call.module.buffers(), *tensors_in((call.args, call.kwargs))]
+    known = _storages(inside)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    outside = _storages([*module.parameters(), *module.buffers(), *batch])
+    gradients = _storages(parameters)
+    return sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)

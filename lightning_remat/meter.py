@@ -1,0 +1,204 @@
+"""Peak memory by one definition: bytes of live storages (CPU, fake tensors), the allocator's figure (CUDA)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Peak:
+    """What a measurement found, final once the block has ended.
+
+    Attributes:
+        peak_bytes: The most memory alive at any moment of the block.
+    """
+
+    peak_bytes: int = 0
+
+
+@contextmanager
+def measure_peak(
+    device: torch.device | str | None = None, include: Iterable[Tensor | nn.Module] = ()
+) -> Iterator[Peak]:
+    """Measures the peak memory of a block of code.
+
+    On the CPU and on fake tensors it is the sum of the bytes of all live storages that `include` names or that an
+    operation of the block made. On CUDA it is the allocator's own figure, which counts all that is alive.
+
+    >>> x = torch.zeros(256)
+    >>> with measure_peak(include=[x]) as measured:
+    ...     y = (x + 1) * 2
+    >>> measured.peak_bytes  # x, x + 1 and y, 1024 bytes each
+    3072
+
+    Args:
+        device: Where the block allocates; None stands for the CPU and for fake tensors of any device.
+        include: Tensors alive from the start; a module stands for its parameters, their gradients and its buffers.
+
+    Yields:
+        A `Peak`, whose `peak_bytes` is set when the block ends.
+    """
+    measured = Peak()
+    if device is not None and torch.device(device).type == "cuda":
+        device = torch.device(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            yield measured
+        finally:
+            torch.cuda.synchronize(device)
+            measured.peak_bytes = torch.cuda.max_memory_allocated(device)
+        return
+    meter = StorageMeter()
+    for tensor in _tensors(include):
+        meter.add(tensor)
+    try:
+        with meter:
+            yield measured
+    finally:
+        measured.peak_bytes = meter.finish()
+
+
+@contextmanager
+def measure_growth(device: torch.device, include: Iterable[Tensor] = ()) -> Iterator[Peak]:
+    """Measures by how much the memory of a block exceeds what was alive at its start, at most.
+
+    Args:
+        device: Where the block allocates; for fake tensors the CPU.
+        include: Tensors alive at the start that may die inside; only needed where storages are counted.
+
+    Yields:
+        A `Peak`, whose `peak_bytes` is the growth.
+    """
+    if device.type == "cuda":
+        start = torch.cuda.memory_allocated(device)
+        with measure_peak(device) as measured:
+            yield measured
+        measured.peak_bytes -= start
+        return
+    measured, meter = Peak(), StorageMeter()
+    for tensor in include:
+        meter.add(tensor)
+    start = meter.alive_bytes
+    with meter:
+        yield measured
+    measured.peak_bytes = meter.finish() - start
+
+
+def _tensors(include: Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:
+    for item in include:
+        if isinstance(item, nn.Module):
+            for parameter in item.parameters():
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+            yield from item.buffers()
+        else:
+            yield item
+
+
+def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor, or None for layouts that have none of their own (sparse, wrappers)."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage: what it wraps is seen itself
+        return None
+
+
+class StorageMeter(TorchDispatchMode):
+    """Sums the bytes of live storages, which it meets as results of operations and sees die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._pending: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+
+    def add(self, tensor: Tensor) -> None:
+        """Counts the storage of `tensor`, if it is not counted yet, from now to its death."""
+        storage = tensor_storage(tensor)
+        if storage is None:
+            return
+        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        known = self._alive.get(key)
+        if known is not None and known[0]() is storage:
+            self.alive_bytes += storage.nbytes() - known[1]  # resized in place
+        else:
+            self.alive_bytes += storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, self._on_death(key)), storage.nbytes())
+
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        known = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        return known is not None and known[0]() is storage
+
+    def _on_death(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            known = self._alive.get(key)
+            if known is not None and known[0] is reference:
+                del self._alive[key]
+                self.alive_bytes -= known[1]
+
+        return forget
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._settle()
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if made:
+            foreign = {id(s) for s in map(tensor_storage, _operands(args, kwargs)) if s is not None}
+            for t in made:
+                storage = tensor_storage(t)
+                # A view of a tensor that nobody included, or such a tensor written in place, is not made here.
+                if storage is not None and (id(storage) not in foreign or self._knows(storage)):
+                    self.add(t)
+        total = _accumulates_gradient(func, args)
+        if total is None:
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        else:
+            self._pending = (weakref.ref(total), self.alive_bytes)
+        return result
+
+    def _settle(self) -> None:
+        """Counts a pending sum of gradients, unless autograd would have added in place.
+
+        Autograd adds in place to a gradient that nobody else holds, but not under a dispatch mode, such as this
+        meter or fake tensors are. The sum made out of place then frees its first term at once.
+        """
+        if self._pending is not None:
+            first, alive_bytes = self._pending
+            if first() is not None:
+                self.peak_bytes = max(self.peak_bytes, alive_bytes)
+            self._pending = None
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+    def finish(self) -> int:
+        """The peak, all events counted."""
+        self._settle()
+        return self.peak_bytes
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
+    return (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+
+
+def _accumulates_gradient(func: Any, args: tuple[Any, ...]) -> torch.UntypedStorage | None:
+    """The storage of the first term, if this is an addition that autograd would do in place when it may."""
+    if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:  # pyright: ignore
+        return None
+    first = cast(Tensor, args[0])
+    storage = tensor_storage(first)
+    if storage is None or first.numel() * first.element_size() != storage.nbytes():
+        return None  # a part of a larger storage is never added to in place
+    return storage

@@ -1,0 +1,143 @@
+"""Puts everything back that trial steps change: random states, weights, buffers, optimizers, plain attributes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Undo = Callable[[], None]
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Iterator[None]:
+    """Leaves no trace of what the block did, whether it ends or raises.
+
+    Restored are the random states (python, numpy, torch on every device), parameters and buffers in place, their
+    gradients and `requires_grad`, and the plain attributes of every submodule (numbers, tensors, lists, dicts, sets;
+    thus metric states and training flags). Values are held on the CPU meanwhile.
+
+    Args:
+        modules: Root modules.
+        holders: Further objects whose attributes are put back likewise: optimizers, gradient scalers.
+    """
+    undo: list[Undo] = []
+    recorded: set[int] = set()
+    for root in modules:
+        for module in root.modules():
+            if id(module) not in recorded:
+                recorded.add(id(module))
+                undo.append(_record_module(module))
+    undo += [_record_attributes(holder, recorded) for holder in holders]
+    with preserved_random():
+        try:
+            yield
+        finally:
+            with torch.no_grad(), ExitStack() as stack:  # every undo runs, even where another one fails
+                for put_back in undo:
+                    stack.callback(put_back)
+
+
+@contextmanager
+def preserved_random() -> Iterator[None]:
+    """Restores the random states of python, numpy and torch on every device."""
+    states = random.getstate(), cast(Any, np.random.get_state(legacy=False)), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _record_module(module: nn.Module) -> Undo:
+    undo = [_record_parameter(p) for p in module.parameters(recurse=False)]
+    attributes = _record_attributes(module, set())
+
+    def put_back() -> None:
+        attributes()  # first: it restores which tensors the buffers are
+        for restore in undo:
+            restore()
+
+    return put_back
+
+
+def _record_parameter(parameter: nn.Parameter) -> Undo:
+    value = _held(parameter)
+    grad, requires_grad = parameter.grad, parameter.requires_grad
+    grad_value = None if grad is None else _held(grad)
+
+    def put_back() -> None:
+        parameter.requires_grad_(requires_grad)
+        parameter.detach().copy_(value)
+        parameter.grad = grad
+        if grad is not None and grad_value is not None:
+            grad.detach().copy_(grad_value)
+
+    return put_back
+
+
+def _record_attributes(holder: Any, seen: set[int]) -> Undo:
+    state: dict[str, Any] = vars(holder)
+    before = dict(state)
+    undo = [u for u in (_record_value(v, seen) for v in before.values()) if u is not None]
+
+    def put_back() -> None:
+        state.clear()
+        state.update(before)
+        for restore in undo:
+            restore()
+
+    return put_back
+
+
+def _record_value(value: Any, seen: set[int]) -> Undo | None:
+    """How to restore the content of a tensor or plain container in place; None where there is nothing to restore."""
+    if isinstance(value, nn.Parameter):
+        return None  # recorded with its module; optimizers' lists of parameters name them again
+    if isinstance(value, Tensor):
+        return _record_tensor(value, seen)
+    if not isinstance(value, (dict, list, set, deque, tuple)) or id(cast(Any, value)) in seen:
+        return None
+    container = cast(Any, value)
+    seen.add(id(container))
+    items: list[Any] = list(container.values()) if isinstance(container, dict) else list(container)
+    content: Any = dict(cast(Any, container)) if isinstance(container, dict) else items
+    undo = [u for u in (_record_value(item, seen) for item in items) if u is not None]
+
+    def put_back() -> None:
+        if not isinstance(container, tuple):
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+        for restore in undo:
+            restore()
+
+    return put_back
+
+
+def _record_tensor(tensor: Tensor, seen: set[int]) -> Undo | None:
+    if id(tensor) in seen or tensor.layout is not torch.strided or tensor.is_inference():
+        return None
+    seen.add(id(tensor))
+    value = _held(tensor)
+
+    def put_back() -> None:
+        if tensor.shape == value.shape:
+            tensor.detach().copy_(value)
+        else:
+            tensor.detach().set_(value.to(tensor.device))  # pyright: ignore[reportUnknownMemberType]
+
+    return put_back
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

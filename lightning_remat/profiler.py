@@ -1,0 +1,292 @@
+"""Measures every operation of a traced module, forward and backward, one by one: a `Graph` of bytes and seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from .ambient import RandomState
+from .cost_model import CostCounter
+from .evaluation import attribute, call, detached, evaluate
+from .gradient_probe import GradientProbe, SavedStore
+from .graph import Graph, Node
+from .meter import measure_growth, tensor_storage
+from .recording import buffers_apart
+from .saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
+from .stopwatch import Stopwatch
+from .tracer import TracedModule
+
+
+def profile(traced: TracedModule, *args: Any, repeats: int = 3, **kwargs: Any) -> Graph:
+    """The traced operations with their costs on these inputs.
+
+    Every operation runs alone, its backward right after its forward, so that no more memory is alive than a forward
+    without gradients needs. Bytes are exact for what autograd keeps. Seconds are medians on the device of the inputs,
+    or estimates from operation counts on fake tensors.
+
+    Args:
+        traced: What `trace` returned; its module, buffers, gradients, random states and flags stay as they are.
+        *args: Inputs of the sizes to profile.
+        repeats: Timed runs of each operation, of which the median counts.
+        **kwargs: Keyword inputs.
+
+    Returns:
+        A graph with one node for each operation.
+
+    Raises:
+        ValueError: The inputs do not have the structure that was traced.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
+    if len(tensors) != len(placeholders):
+        raise ValueError(f"profile got {len(tensors)} input tensors, but the module was traced with {len(placeholders)}")
+    fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
+    with ExitStack() as stack:
+        if fake is not None:
+            stack.enter_context(fake.fake_mode)
+        else:
+            stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
+        stack.enter_context(buffers_apart(traced.module))
+        stack.enter_context(torch.enable_grad())
+        values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
+        profiler = _Profiler(traced, values, repeats=0 if fake is not None else repeats)
+        nodes = tuple(profiler.measure(n) for n in range(len(traced.operations)))
+    return Graph(
+        nodes,
+        input_bytes=_storage_bytes(tensors),
+        static_bytes=_storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
+        outputs=traced.outputs,
+    )
+
+
+def _storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int | None] = ()) -> int:
+    """Bytes of the distinct storages of the tensors, some storages left out."""
+    seen = set(apart_from)
+    total = 0
+    for t in tensors:
+        storage, key = tensor_storage(t), storage_key(t)
+        if storage is None:
+            total += t.numel() * t.element_size() if t.layout is torch.strided else _sparse_bytes(t)
+        elif key not in seen:
+            seen.add(key)
+            total += storage.nbytes()
+    return total
+
+
+def _sparse_bytes(t: Tensor) -> int:
+    if t.layout is torch.sparse_coo:
+        return _storage_bytes([t._indices(), t._values()])
+    return t.numel() * t.element_size()
+
+
+def _logical_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class _Profiler:
+    """Goes through the operations in order; holds the values that later ones still read."""
+
+    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], repeats: int) -> None:
+        self.traced, self.values, self.repeats = traced, values, repeats
+        self.module, self.operations = traced.module, traced.operations
+        tensors = list(values.values())
+        self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        owned = [*self.module.parameters(), *self.module.buffers(), *tensors]
+        self.metered_device = self.device if repeats else torch.device("cpu")
+        self.external = {key for t in owned if (key := storage_key(t)) is not None}
+        self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
+        self.last_reader: dict[fx.Node, int] = {}
+        self.gradient_owner: dict[int, int] = {}  # id of a parameter or input -> the last operation that reads it
+        for n, operation in enumerate(self.operations):
+            self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
+            self.gradient_owner |= dict.fromkeys((id(t) for t in self._own_tensors(n)), n)
+        self.constants_pending = list(traced.constants)
+
+    def _own_tensors(self, n: int) -> list[Tensor]:
+        """Parameters and inputs of the region that operation n reads and that have gradients."""
+        found: dict[int, Tensor] = {}
+        for part in self.operations[n].parts:
+            if part.op == "call_module":
+                found |= {id(p): p for p in self.module.get_submodule(str(part.target)).parameters()}
+            for i in part.all_input_nodes:
+                value = attribute(self.module, str(i.target)) if i.op == "get_attr" else self.values.get(i)
+                if i.op in ("get_attr", "placeholder") and isinstance(value, Tensor):
+                    found[id(value)] = value
+        return [t for t in found.values() if t.requires_grad]
+
+    def measure(self, n: int) -> Node:
+        """Runs operation n alone and tells what it costs."""
+        operation = self.operations[n]
+        self._note_constants()
+        inputs: dict[fx.Node, Any] = {}
+        counter = CostCounter(self.device)
+        with measure_growth(self.metered_device) as forward_growth, counter:
+            values, store = self._run(n, inputs)
+        forward_seconds = counter.seconds
+        leaves = tensors_of(values)
+        self.leaves[n] = [Leaf.of(t) for t in leaves]
+        sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
+        read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
+        made = {leaf.key for leaf in self.leaves[n]}
+        tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
+        output_bytes = _storage_bytes(leaves, read)
+        tape_bytes = _storage_bytes(tape, read | made)
+        view_of = operation.view_of if not output_bytes else None
+
+        reads = {i: [t for t in tensors_of([v]) if t.requires_grad] for i, v in inputs.items()}
+        own = self._own_tensors(n)
+        targets = [t for tensors in reads.values() for t in tensors]
+        producers = [self.traced.producer.get(i) for i, tensors in reads.items() for _ in tensors]
+        differentiable = [t for t in leaves if t.requires_grad]
+        gradient_bytes = _logical_bytes(differentiable)
+        node = {
+            "name": operation.name,
+            "kind": operation.kind,
+            "inputs": operation.inputs,
+            "saved": tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
+            "output_bytes": output_bytes,
+            "tape_bytes": tape_bytes,
+            "forward_workspace_bytes": max(0, forward_growth.peak_bytes - output_bytes - tape_bytes),
+            "storage_of": view_of,
+            "is_random": operation.is_random,
+            "mutates": operation.mutates,
+            "gradient_bytes": gradient_bytes,
+            "num_outputs": max(1, len(leaves)),
+        }
+        backward_seconds = 0.0
+        if differentiable:
+            # A region input is its own tensor here, so that its gradient is that of an input and not of a node.
+            inner = [(t, p) for t, p in zip(targets, producers, strict=True) if p is not None]
+            probe = GradientProbe(leaves, [t for t, _ in inner] + own)
+            with measure_growth(self.metered_device, include=tape) as backward_growth:
+                store.hand_over()
+                del tape
+                with (counter := CostCounter(self.device)):
+                    probe.run()
+            backward_seconds = counter.seconds
+            node |= self._gradients_of(n, probe, [p for _, p in inner], own, gradient_bytes, backward_growth.peak_bytes)
+            del probe
+        del store
+        if self.repeats:
+            del leaves, differentiable, values
+            forward_seconds, backward_seconds = self._timed(n, inputs, reads, own)
+            values, _ = self._run(n, inputs)
+        for part, value in zip(operation.outputs, values, strict=True):
+            self.values[part] = detached(value)
+        self._free(n)
+        return Node(forward_seconds=forward_seconds, backward_seconds=backward_seconds, **node)
+
+    def _gradients_of(
+        self,
+        n: int,
+        probe: GradientProbe,
+        producers: list[int],
+        own: list[Tensor],
+        gradient_bytes: int,
+        growth: int,
+    ) -> dict[str, Any]:
+        """The fields of a node that its backward decides."""
+        fresh: set[int] = set()
+        for producer, gradient, passed in zip(producers, probe.gradients, probe.passed_on, strict=False):
+            if gradient is not None and not passed:
+                fresh.add(producer)
+        contributions = sum(
+            _logical_bytes([t]) for t, p in zip(probe.gradients, producers, strict=False) if t is not None and p in fresh
+        )
+        here = {id(t) for t in own if self.gradient_owner[id(t)] == n}
+        own_gradients = [
+            (t, g) for t, g in zip(own, probe.gradients[len(producers) :], strict=True) if g is not None and id(t) in here
+        ]
+        parameter_bytes = _storage_bytes(g for t, g in own_gradients if isinstance(t, nn.Parameter))
+        input_bytes = _storage_bytes(g for t, g in own_gradients if not isinstance(t, nn.Parameter))
+        accounted = gradient_bytes + contributions + parameter_bytes + input_bytes
+        return {
+            "parameter_bytes": parameter_bytes,
+            "input_gradient_bytes": input_bytes,
+            "backward_workspace_bytes": max(0, growth - accounted),
+            "shares_gradient": tuple(p for p in dict.fromkeys(producers) if p not in fresh),
+        }
+
+    def _run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
+        store = SavedStore()
+
+        def fetch(node: fx.Node) -> Any:
+            if node not in inputs:
+                inputs[node] = self._input(node)
+            return inputs[node]
+
+        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+            return evaluate(self.module, self.operations[n], fetch, is_first=False), store
+
+    def _input(self, node: fx.Node) -> Any:
+        producer = self.traced.producer.get(node)
+        if producer is None:
+            return self.values[node]
+        value = detached(self.values[node])
+        index = 0
+        for k, part in enumerate(self.operations[producer].outputs):
+            if part is node:
+                break
+            index += len(tensors_of([self._value_shape(producer, k)]))
+        for k, t in enumerate(tensors_of([value])):
+            if self.leaves[producer][index + k].requires_grad:
+                t.requires_grad_()
+        return value
+
+    def _value_shape(self, producer: int, k: int) -> Any:
+        return self.values.get(self.operations[producer].outputs[k])
+
+    def _timed(
+        self, n: int, inputs: dict[fx.Node, Any], reads: dict[fx.Node, list[Tensor]], own: list[Tensor]
+    ) -> tuple[float, float]:
+        """Median seconds of forward and backward."""
+        forwards: list[float] = []
+        backwards: list[float] = []
+        targets = [t for i, tensors in reads.items() if i.op != "placeholder" for t in tensors] + own
+        watch = Stopwatch(self.device)
+        for _ in range(self.repeats):
+            with watch:
+                values, store = self._run(n, inputs)
+            forwards.append(watch.seconds)
+            outputs = [t for t in tensors_of(values) if t.requires_grad]
+            if outputs:
+                probe = GradientProbe(outputs, targets)
+                store.hand_over()
+                with watch:
+                    probe.run()
+                backwards.append(watch.seconds)
+            if forwards[-1] > _SLOW_SECONDS:
+                break
+        return statistics.median(forwards), statistics.median(backwards) if backwards else 0.0
+
+    def _note_constants(self) -> None:
+        """Evaluates the shapes that have become known."""
+        waiting: list[fx.Node] = []
+        for constant in self.constants_pending:
+            if all(i in self.values or i.op == "get_attr" for i in constant.all_input_nodes):
+                self.values[constant] = call(self.module, constant, self._constant_input, is_first=False)
+            else:
+                waiting.append(constant)
+        self.constants_pending = waiting
+
+    def _constant_input(self, node: fx.Node) -> Any:
+        return attribute(self.module, str(node.target)) if node.op == "get_attr" else self.values[node]
+
+    def _free(self, n: int) -> None:
+        """Drops the values that nobody reads any more."""
+        self._note_constants()
+        pending = {i for constant in self.constants_pending for i in constant.all_input_nodes}
+        for node in [i for i in self.values if i in self.traced.producer]:
+            if self.last_reader.get(node, -1) <= n and node not in pending:
+                del self.values[node]
+
+
+_SLOW_SECONDS = 0.3
+"""An operation that takes longer is timed once."""

@@ -1,0 +1,177 @@
+"""One run of an fx graph that notes, value by value, what aliases what and what each operation writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage,reportUnknownVariableType]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .meter import tensor_storage
+
+
+@dataclass(slots=True)
+class Record:
+    """What one fx node did.
+
+    Attributes:
+        has_tensors: Whether its value holds tensors; a value without is a constant of the step (a shape, a number).
+        num_tensors: Tensors in its value.
+        views: The fx nodes that own the storages in which its value lives, other than itself.
+        owns: Whether its value has a storage of its own.
+        writes: The fx nodes that own the storages that it wrote in place.
+        buffers: Names of the buffers that it wrote.
+        is_random: Whether it drew random numbers.
+    """
+
+    has_tensors: bool = False
+    num_tensors: int = 0
+    views: set[fx.Node] = field(default_factory=set[fx.Node])
+    owns: bool = False
+    writes: set[fx.Node] = field(default_factory=set[fx.Node])
+    buffers: tuple[str, ...] = ()
+    is_random: bool = False
+
+
+def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx.Node, Record]:
+    """Runs `graph` once on fake tensors and tells what every node did.
+
+    Real inputs and parameters are replaced by fake ones, so nothing is computed and the module stays as it was. Code
+    that needs values runs on the real tensors instead, with the buffers and the random state put back.
+
+    Args:
+        module: What the graph was captured from.
+        graph: The captured graph.
+        tensors: The values of its placeholders.
+    """
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))
+        with mode, buffers_apart(module):
+            return _Recorder(module, graph).run(tensors)
+    try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        tied = {id(t): mode.from_tensor(t) for _, t in _named_tensors(module)}
+        fakes = {name: tied[id(t)] for name, t in _named_tensors(module)}
+        with mode, _reparametrize_module(module, fakes):
+            return _Recorder(module, graph).run([mode.from_tensor(t) for t in tensors])
+    except Exception:  # code that needs values: numpy, .item(), a custom kernel without a fake version
+        devices = list({t.device for t in tensors if t.device.type == "cuda"})
+        with torch.random.fork_rng(devices), buffers_apart(module):
+            return _Recorder(module, graph).run([t.detach() for t in tensors])
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@contextmanager
+def buffers_apart(module: nn.Module) -> Iterator[None]:
+    """The module with copies in place of its buffers, so that what runs inside leaves no trace in them."""
+    originals: list[tuple[nn.Module, str, Tensor]] = []
+    copies: dict[int, Tensor] = {}
+    for m in module.modules():
+        for name, buffer in m._buffers.items():  # pyright: ignore[reportPrivateUsage]
+            if buffer is not None:
+                originals.append((m, name, buffer))
+                copies.setdefault(id(buffer), buffer.detach().clone())
+    try:
+        for m, name, buffer in originals:
+            m._buffers[name] = copies[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+        yield
+    finally:
+        for m, name, buffer in originals:
+            m._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
+
+
+class WriteWatch(TorchDispatchMode):
+    """Notes random operations and writes to running statistics, which batch norm's schema does not declare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_random = False
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.is_random = True
+        if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
+            for statistic in args[3:5]:
+                if isinstance(statistic, Tensor):
+                    self.written.add(id(statistic))
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(fx.Interpreter):
+    """Runs node by node without gradients, freeing values after their last use."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(fx.GraphModule(module, graph))
+        self.root = module
+        self.records: dict[fx.Node, Record] = {}
+        self.owners: dict[int, tuple[torch.UntypedStorage, fx.Node]] = {}
+
+    def run(self, *args: Any) -> Any:
+        with torch.no_grad():
+            super().run(*args[0])
+        return self.records
+
+    def fetch_attr(self, target: str) -> Any:
+        value: Any = self.root
+        for name in target.split("."):
+            value = getattr(value, name)
+        return value
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = {i: [t for t in tree_leaves(self.env[i]) if isinstance(t, Tensor)] for i in n.all_input_nodes}
+        before = {t: t._version for tensors in inputs.values() for t in tensors if not t.is_inference()}
+        owned = self._buffers_of(n, inputs)
+        buffers_before = [(name, b, b._version, _values(b)) for name, b in owned]
+        watch = WriteWatch()
+        with watch if n.op.startswith("call") else nullcontext():
+            value = super().run_node(n)
+        entry = self.records[n] = Record(is_random=watch.is_random)
+        entry.buffers = tuple(
+            name
+            for name, b, version, values in buffers_before
+            if b._version != version or id(b) in watch.written or (values is not None and not torch.equal(values, b))
+        )
+        for i, tensors in inputs.items():
+            if any(t in before and t._version != before[t] for t in tensors):
+                entry.writes |= {o for t in tensors for o in self._owner(t)} or {i}
+        if n.op != "output":
+            tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+            entry.has_tensors, entry.num_tensors = bool(tensors), len(tensors)
+            for t in tensors:
+                owners = self._owner(t)
+                entry.views |= set(owners) - {n}
+                if not owners:
+                    entry.owns = True
+                    storage = tensor_storage(t)
+                    if storage is not None:
+                        self.owners[storage._cdata] = (storage, n)  # pyright: ignore[reportPrivateUsage]
+        return value
+
+    def _buffers_of(self, n: fx.Node, inputs: dict[fx.Node, list[Tensor]]) -> list[tuple[str, Tensor]]:
+        if n.op == "call_module":
+            leaf = self.root.get_submodule(str(n.target))
+            return [(f"{n.target}.{name}", b) for name, b in leaf.named_buffers(remove_duplicate=False)]
+        return [(str(i.target), t) for i, tensors in inputs.items() if i.op == "get_attr" for t in tensors]
+
+    def _owner(self, t: Tensor) -> list[fx.Node]:
+        storage = tensor_storage(t)
+        known = None if storage is None else self.owners.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        return [] if known is None else [known[1]]
+
+
+def _values(buffer: Tensor) -> Tensor | None:
+    return None if isinstance(buffer, FakeTensor) else buffer.clone()

@@ -1,0 +1,151 @@
+"""Which submodules to rewrite: those that the training step calls, the one with the batch first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One outermost call of a submodule during a training step.
+
+    Attributes:
+        name: The submodule's name in the root module; empty for the root itself.
+        module: The submodule.
+        args: Positional arguments; tensors are detached and keep `requires_grad`.
+        kwargs: Keyword arguments, likewise.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
+    """The calls that rematerialization can serve, in the order in which `step` makes them.
+
+    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate.
+    Where the root's own `forward` only hands its input to one submodule, that one is taken. Nothing that autograd
+    saves is kept meanwhile, so a step that does not fit can be looked through.
+
+    Args:
+        root: The module whose submodules are watched.
+        step: Runs the forward of one training step.
+        modules: Submodules, or their names, to watch instead of the outermost ones.
+
+    Raises:
+        ValueError: `modules` names what the root does not have, or the step calls none of them.
+    """
+    names = {m: name for name, m in reversed(list(root.named_modules(remove_duplicate=False)))}
+    watched = _resolve(root, names, modules)
+    frames: list[_Frame] = []
+    top = _Frame(root, (), {})  # stands for the step itself
+    frames.append(top)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = _Frame(module, args, kwargs)
+        frames[-1].children.append(frame)
+        frames.append(frame)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        frames.pop().output = output
+
+    handles: list[Any] = []
+    try:
+        for module in watched:
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
+        with torch.enable_grad(), nothing_saved():
+            step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if modules is None:
+        chosen = [_through(frame) for frame in top.children if _is_trainable(frame)]
+    else:
+        chosen = top.children
+    if not chosen:
+        what = "none of modules=" if modules is not None else "no submodule with parameters to train"
+        raise ValueError(
+            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
+            f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
+        )
+    return [Call(names[f.module], f.module, _detached(f.args), _detached(f.kwargs)) for f in chosen]
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """What autograd would save in the block is dropped at once; no backward can follow."""
+
+    def pack(tensor: Tensor) -> None:
+        del tensor
+
+    def unpack(nothing: None) -> Tensor:
+        del nothing
+        raise RuntimeError("backward through a step that was only looked through")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Frame:
+    """A call on the stack of calls, with the watched calls inside it."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.output: Any = None
+        self.children: list[_Frame] = []
+
+
+def _is_trainable(frame: _Frame) -> bool:
+    if not any(p.requires_grad for p in frame.module.parameters()):
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(frame.output))
+
+
+def _through(frame: _Frame) -> _Frame:
+    """The call that a `forward` merely passes on to, where it does nothing else."""
+    while len(frame.children) == 1:
+        inner = frame.children[0]
+        if inner.output is not frame.output or not _is_trainable(inner):
+            break
+        mine, theirs = tree_leaves((frame.args, frame.kwargs)), tree_leaves((inner.args, inner.kwargs))
+        if [id(leaf) for leaf in mine] != [id(leaf) for leaf in theirs]:
+            break
+        frame = inner
+    return frame
+
+
+def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
+    if modules is None:
+        return list(names)
+    by_name = dict(root.named_modules(remove_duplicate=False))
+    resolved: list[nn.Module] = []
+    for item in modules:
+        module = by_name.get(item) if isinstance(item, str) else item
+        if module is None or module not in names:
+            raise ValueError(f"modules names {item!r}, which is no submodule of {type(root).__name__}")
+        resolved.append(module)
+    for outer in resolved:
+        for inner in resolved:
+            if inner is not outer and any(inner is m for m in outer.modules()):
+                raise ValueError(f"modules names {names[outer]!r} and {names[inner]!r}, which lies inside it: name one")
+    return resolved
+
+
+def _detached(value: Any) -> Any:
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return tree_map(detach, value)

@@ -1,0 +1,80 @@
+"""The plan in a Lightning checkpoint: plain JSON values, reused if model, device and settings are still the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+import lightning
+import torch
+
+from .lightning_trial import LightningTrial
+from .planner import Plan
+from .result import Candidate, Result
+from .settings import Settings
+from .step_memory import Surroundings
+from .step_planner import StepPlan
+
+_VERSION = 1
+
+
+def fingerprint(trial: LightningTrial, settings: Settings) -> str:
+    """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
+    module = trial.trainer.lightning_module
+    device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else trial.device.type
+    planner = settings.planner if isinstance(settings.planner, str) else getattr(settings.planner, "__qualname__", "")
+    facts = [
+        _VERSION,
+        [(name, type(m).__qualname__) for name, m in module.named_modules()],
+        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
+        trial.trainer.precision,
+        device,
+        trial.num_devices,
+        planner,
+        [settings.memory_budget, settings.batch_size, settings.objective, settings.effective_batch_size],
+        [torch.__version__, lightning.__version__],
+    ]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def to_state(result: Result, mark: str) -> dict[str, Any]:
+    """The result as plain values, which load with `weights_only=True`."""
+    step = result.step
+    return {
+        "fingerprint": mark,
+        "batch_size": result.batch_size,
+        "budget_bytes": result.budget_bytes,
+        "plain_peak_bytes": result.plain_peak_bytes,
+        "measured_peak_bytes": result.measured_peak_bytes,
+        "num_steps": result.num_steps,
+        "choice": result.choice,
+        "trials": json.dumps([asdict(t) for t in result.trials]),
+        "step_budget_bytes": step.budget_bytes,
+        "keys": list(step.keys),
+        "surroundings": asdict(step.surroundings),
+        "plans": {name: plan.to_json() for name, plan in step.plans.items()},
+    }
+
+
+def resumed_result(state: dict[str, Any], mark: str) -> Result | None:
+    """The stored result; None where model, device or settings have changed since."""
+    if state.get("fingerprint") != mark:
+        return None
+    step = StepPlan(
+        budget_bytes=state["step_budget_bytes"],
+        keys=tuple(state["keys"]),
+        plans={name: Plan.from_json(text) for name, text in state["plans"].items()},
+        surroundings=Surroundings(**state["surroundings"]),
+    )
+    return Result(
+        batch_size=state["batch_size"],
+        budget_bytes=state["budget_bytes"],
+        step=step,
+        measured_peak_bytes=state["measured_peak_bytes"],
+        plain_peak_bytes=state["plain_peak_bytes"],
+        trials=tuple(Candidate(**t) for t in json.loads(state["trials"])),
+        num_steps=state["num_steps"],
+        choice=state["choice"],
+    )

@@ -1,0 +1,200 @@
+"""A module and example inputs become a traced module: operations in the order in which they run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from .capture import capture
+from .errors import TraceError
+from .fusion import group
+from .recording import Record, record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One node-to-be of a `Graph`: fx nodes that run together.
+
+    Attributes:
+        name: Unique name.
+        kind: The operation, its parts joined with `+`.
+        parts: Its fx nodes, in order.
+        outputs: The parts whose value others read.
+        inputs: Indices of the operations whose values it reads.
+        view_of: Index of the operation whose storage its output lives in, or None.
+        mutates: Names of the buffers that it writes.
+        is_random: Whether it draws random numbers.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    inputs: tuple[int, ...]
+    view_of: int | None
+    mutates: tuple[str, ...]
+    is_random: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedModule:
+    """A module captured as operations.
+
+    Attributes:
+        module: What was traced.
+        fx_graph: The captured graph.
+        operations: In an order in which they can run.
+        constants: The fx nodes without tensors in their values (shapes, numbers), in order.
+        outputs: Indices of the operations whose values the module returns.
+        producer: The operation that makes each fx node's value.
+        call_spec: Structure of the call's arguments.
+        call_leaves: The call's flattened arguments: None for a tensor, else the constant that was traced in.
+        training: The training flag of every submodule as traced.
+    """
+
+    module: nn.Module
+    fx_graph: fx.Graph
+    operations: tuple[Operation, ...]
+    constants: tuple[fx.Node, ...]
+    outputs: tuple[int, ...]
+    producer: dict[fx.Node, int]
+    call_spec: TreeSpec
+    call_leaves: tuple[Any, ...]
+    training: tuple[bool, ...]
+
+
+def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
+    """The module's call on these arguments as operations, ready for `profile` and for the executor.
+
+    torch.nn modules are single operations; an in-place operation is fused with the producer of the storage that it
+    overwrites; a view is an operation of its own; a submodule that cannot be traced is one opaque operation.
+
+    Args:
+        module: Left as it was, on error too.
+        *args: Example inputs, real or fake tensors, possibly nested in tuples, lists and dicts.
+        **kwargs: Example keyword inputs.
+
+    Returns:
+        The operations, whose shapes follow the inputs of each later call.
+
+    Raises:
+        TraceError: The module cannot be captured; names the line and the remedy.
+    """
+    graph = capture(module, args, kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    records = record(module, graph, tensors)
+    _refuse_foreign_writes(module, graph, records)
+    groups = group(graph, records)
+    producer = {n: i for i, g in enumerate(groups) for n in g}
+    names: set[str] = set()
+    operations = tuple(_operation(module, g, k, producer, records, names) for k, g in enumerate(groups))
+    constants = tuple(n for n in graph.nodes if n.op.startswith("call") and n not in producer)
+    returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    return TracedModule(
+        module,
+        graph,
+        operations,
+        constants,
+        tuple(sorted({producer[n] for n in returned if n in producer})),
+        producer,
+        spec,
+        tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        training_flags(module),
+    )
+
+
+def training_flags(module: nn.Module) -> tuple[bool, ...]:
+    """The training flag of every submodule."""
+    return tuple(m.training for m in module.modules())
+
+
+def _refuse_foreign_writes(module: nn.Module, graph: fx.Graph, records: dict[fx.Node, Record]) -> None:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for n in graph.nodes:
+        for owner in records[n].writes:
+            if owner.op == "placeholder":
+                raise TraceError(
+                    f"{type(module).__name__}: {n.name} writes in place into an input, so a recomputation would see "
+                    f"other values ({_line_of(n)}). Remedy: use the out-of-place form of this operation",
+                    where=_line_of(n),
+                )
+            if owner.op == "get_attr" and owner.target in parameters:
+                raise TraceError(
+                    f"{type(module).__name__}: {n.name} writes in place into the parameter {owner.target} "
+                    f"({_line_of(n)}). Remedy: update parameters outside the forward",
+                    where=_line_of(n),
+                )
+
+
+def _line_of(n: fx.Node) -> str:
+    lines = (n.stack_trace or "").strip().splitlines()
+    return lines[-2].strip() if len(lines) > 1 else n.format_node() or n.name
+
+
+def _operation(
+    module: nn.Module,
+    parts: list[fx.Node],
+    index: int,
+    producer: dict[fx.Node, int],
+    records: dict[fx.Node, Record],
+    names: set[str],
+) -> Operation:
+    members = set(parts)
+    outputs = tuple(n for n in parts if records[n].has_tensors and any(u not in members for u in n.users))
+    inputs = sorted({producer[i] for n in parts for i in n.all_input_nodes if i in producer} - {index})
+    owners = {producer[o] for n in outputs for o in records[n].views if o in producer} - {index}
+    is_view = not any(records[n].owns for n in parts) and len(owners) == 1
+    # The nearest input in the same storage, so that a view of a view names what it is made from.
+    base = max((i for i in inputs if i in owners or _views(parts, i, producer, records, owners)), default=None)
+    name = unique = _name(parts[0])
+    count = 1
+    while unique in names:
+        unique, count = f"{name}_{count}", count + 1
+    names.add(unique)
+    return Operation(
+        name=unique,
+        kind="+".join(dict.fromkeys(_kind(module, n) for n in parts)),
+        parts=tuple(parts),
+        outputs=outputs,
+        inputs=tuple(inputs),
+        view_of=base if is_view else None,
+        mutates=tuple(dict.fromkeys(name for n in parts for name in records[n].buffers)),
+        is_random=any(records[n].is_random for n in parts),
+    )
+
+
+def _views(
+    parts: list[fx.Node], i: int, producer: dict[fx.Node, int], records: dict[fx.Node, Record], owners: set[int]
+) -> bool:
+    """Whether operation i, read by the parts, is itself a view into a storage of `owners`."""
+    return any(
+        producer.get(n) == i and any(producer.get(o) in owners for o in records[n].views)
+        for part in parts
+        for n in part.all_input_nodes
+    )
+
+
+def _name(n: fx.Node) -> str:
+    """The module's path; for a function, its name below the module that calls it."""
+    if n.op == "call_module":
+        return str(n.target)
+    stack = list(n.meta.get("nn_module_stack", {}))
+    return f"{stack[-1]}.{n.name}" if stack and stack[-1] else n.name
+
+
+def _kind(module: nn.Module, n: fx.Node) -> str:
+    """The operation in snake case: `BatchNorm2d` and `F.batch_norm` are both `batch_norm`."""
+    if n.op == "call_module":
+        name = type(module.get_submodule(str(n.target))).__name__
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower()
+    else:
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+    name = name.rstrip("_").removeprefix("_")
+    if "norm" in name:
+        name = name.rstrip("0123456789d")
+    return {"iadd": "add", "imul": "mul", "isub": "sub", "truediv": "div", "itruediv": "div"}.get(name, name)
