@@ -182,8 +182,8 @@ class _Search:
         because = smallest.reason if node is None else f"because of node {node!r}"
         return InfeasibleBudgetError(
             f"no plan fits: the training step needs {format_bytes(smallest.predicted_peak_bytes)} at batch size "
-            f"{smallest.batch_size}, budget {format_bytes(budget)}: {because}. Raise memory_budget or max_overhead, lower "
-            f"the batch size, or choose another planner than {self.settings.planner}",
+            f"{smallest.batch_size}, budget {format_bytes(budget)}: {because}. Raise memory_budget or max_overhead, "
+            f"lower the batch size, or choose another planner than {self.settings.planner}",
             minimum_bytes=smallest.predicted_peak_bytes,
             budget_bytes=budget,
             node=node,
@@ -246,8 +246,8 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[Call]]:
         return good
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
     raise InfeasibleBudgetError(
-        f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the last "
-        f"time at {found}: raise memory_budget",
+        f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the "
+        f"last time at {found}: raise memory_budget",
         minimum_bytes=measured,
     )
 

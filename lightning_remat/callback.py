@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from .budget import Budget
 from .batch_size import find
+from .budget import Budget
 from .errors import InfeasibleBudgetError
 from .lightning_private import logging_step, should_log, tap_loaders
 from .lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap

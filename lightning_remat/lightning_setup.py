@@ -38,12 +38,14 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
         )
     if takes_loader_iterator(module):
         raise MisconfigurationException(
-            "training_step(dataloader_iter) takes the loader's iterator, so no batch is known before it runs: take `batch`"
+            "training_step(dataloader_iter) takes the loader's iterator, so no batch is known before it runs: take "
+            "`batch` instead"
         )
     for name, submodule in module.named_modules():
         if isinstance(submodule, CheckpointWrapper):
             raise MisconfigurationException(
-                f"{name} is wrapped by torch's activation checkpointing, which Rematerialization replaces: remove the wrapper"
+                f"{name} is wrapped by torch's activation checkpointing, which Rematerialization replaces: remove the "
+                "wrapper"
             )
         if isinstance(submodule, OptimizedModule):
             raise MisconfigurationException(
@@ -98,8 +100,7 @@ def apply_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> N
     name = settings.batch_arg_name
     undo: list[Callable[[], None]] = []
     try:
-        for holder in _holders(trainer, name):
-            undo.append(_set(holder, name, batch_size))
+        undo.extend(_set(holder, name, batch_size) for holder in _holders(trainer, name))
         is_logged = False
         for holder in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
             if holder is not None:

@@ -29,8 +29,9 @@ def first_batch(loaders: CombinedLoader) -> Any:
     for loader in loaders.flattened:
         if iter_is_consuming(loader):
             raise MisconfigurationException(
-                f"the training data is a {type(loader).__name__}, an iterator that can be read only once: Rematerialization "
-                "reads its first batch to measure the model; pass a DataLoader or an object whose iter() starts anew"
+                f"the training data is a {type(loader).__name__}, an iterator that can be read only once: "
+                "Rematerialization reads its first batch to measure the model; pass a DataLoader or an object whose "
+                "iter() starts anew"
             )
     probing = CombinedLoader(tree_map(_readable, loaders.iterables), loaders._mode)  # pyright: ignore
     with _generators_kept(loaders):

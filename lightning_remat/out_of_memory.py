@@ -32,5 +32,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_too_small_for_batch_norm(error: BaseException) -> bool:
-    """Whether batch norm refused a batch with one value per channel: a lower limit on the size, not a lack of memory."""
+    """Whether batch norm refused a batch with one value a channel: a lower limit on the size, not a lack of memory."""
     return isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in str(error)

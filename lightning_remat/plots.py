@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from .result import Candidate, Result
-from .step_memory import Timeline
 
 _GIB = 2**30
 _MIB = 2**20

@@ -47,14 +47,16 @@ def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Iter
 @contextmanager
 def preserved_random() -> Iterator[None]:
     """Restores the random states of python, numpy and torch on every device."""
-    states = random.getstate(), cast(Any, np.random.get_state(legacy=False)), torch.get_rng_state()
+    # numpy's global state is the one that users' data sets draw from.
+    numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
+    states = random.getstate(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(states[1])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -69,10 +69,9 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
     finally:
         for handle in handles:
             handle.remove()
+    chosen = top.children
     if modules is None:
-        chosen = [_through(frame) for frame in top.children if _is_trainable(frame)]
-    else:
-        chosen = top.children
+        chosen = [_through(frame) for frame in chosen if _is_trainable(frame)]
     if not chosen:
         what = "none of modules=" if modules is not None else "no submodule with parameters to train"
         raise ValueError(

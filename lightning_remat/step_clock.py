@@ -61,7 +61,7 @@ class StepClock:
             self._is_running = False
 
     def meter(self, alive: Sequence[Any]) -> None:
-        """Meters memory until the next reading. CUDA's allocator always does; the CPU has to look at every operation."""
+        """Meters memory until the next reading. CUDA's allocator always does; the CPU looks at every operation."""
         if self.meters_steps:
             self._peak = self._stack.enter_context(measure_peak(self.device, include=alive))
 

@@ -106,8 +106,10 @@ def plan_step(
     fixed = {k: g.static_bytes + g.input_bytes for k, g in graphs.items()}
     budgets = {k: budget_bytes - around - sum(fixed.values()) + fixed[k] for k in graphs}
     floors: dict[str, tuple[int, str | None]] = {}
-    for last_round in range(_MOST_ROUNDS, -1, -1):
-        if not last_round:  # the excess did not go away: the lowest that there is
+    rounds = 0
+    while True:
+        rounds += 1
+        if rounds > _MOST_ROUNDS:  # the excess did not go away: the lowest that there is
             budgets = {k: _floor(k, g, planner, options, floors) for k, g in graphs.items()}
         plans: dict[str, Plan] = {}
         for key, graph in graphs.items():
@@ -125,7 +127,7 @@ def plan_step(
             room = {k: max(0, budgets[k] - _floor(k, g, planner, options, floors)) for k, g in graphs.items()}
         else:
             room = {k: max(0, b - floors[k][0]) if k in floors else excess for k, b in budgets.items()}
-        if not sum(room.values()):
+        if not sum(room.values()) or rounds > _MOST_ROUNDS:
             break
         for key, give in room.items():
             budgets[key] -= min(give, -(-excess * give // sum(room.values())))
@@ -136,8 +138,8 @@ def plan_step(
         node = max(floors.values(), key=lambda floor: floor[0])[1] if floors else None
     needed = timeline.peak_bytes
     raise InfeasibleBudgetError(
-        f"the training step needs {format_bytes(needed)} and the budget is {format_bytes(budget_bytes)}, because of node "
-        f"{node!r}: raise memory_budget, lower the batch size, or choose another planner",
+        f"the training step needs {format_bytes(needed)} and the budget is {format_bytes(budget_bytes)}, because of "
+        f"node {node!r}: raise memory_budget, lower the batch size, or choose another planner",
         minimum_bytes=needed,
         budget_bytes=budget_bytes,
         node=node,

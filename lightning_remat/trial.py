@@ -91,7 +91,9 @@ class StepModel:
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected. A correction grows with the batch and never shrinks to less
         than it was measured, being loss and metrics in part and constant in part."""
-        around = self.around[0] if self.line is None else scaled_surroundings(self.line, *self.around, size)
+        around = self.around[0]
+        if self.line is not None:
+            around = scaled_surroundings(self.line, around, self.around[1], size)
         scale = max(1.0, size / self.correction_size) if self.correction_bytes > 0 else 1.0
         return replace(around, correction_bytes=int(self.correction_bytes * scale))
 
