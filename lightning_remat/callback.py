@@ -11,13 +11,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from .batch_resizing import batch_size_of, has_batch_dimension
 from .batch_size import find
 from .budget import Budget
 from .errors import InfeasibleBudgetError
+from .footprint import optimizer_tensors, tensors_in
 from .lightning_private import logging_step, should_log, tap_loaders
 from .lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap
-from .lightning_trial import LightningTrial, optimizer_tensors, tensors_in
-from .loaders import batch_size_of, has_batch_dimension
+from .lightning_trial import LightningTrial
 from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result

@@ -1,8 +1,8 @@
 """Chains of stages and the sequences that train them: the abstract problem of beaumont2024.
 
 Paper symbols: stage l turns a^(l-1) into a^l (`output_bytes`, w_a); its tape abar^l (`saved_bytes`, w_abar) holds all
-that its backward reads besides a^(l-1), a^l included; delta^l is the gradient of a^l and as large. u_f, u_b are seconds,
-o_f, o_b workspaces. A chain of L layers has L+1 stages: the last is the loss.
+that its backward reads besides a^(l-1), a^l included; delta^l is the gradient of a^l and as large. u_f, u_b are
+seconds, o_f, o_b workspaces. A chain of L layers has L+1 stages: the last is the loss.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class Node:
             own, as both sides of an addition do. None stands for what is viewed, which is right for a reshape.
         num_outputs: Tensors in the output; a tuple's gradient is held element by element, not summed.
         input_gradient_bytes: Bytes of gradients of the graph's inputs that appear with its backward, to stay.
+        backward_release_bytes: By how much the peak of its backward is lower where its own output and tape are
+            discarded right after it: several operations run as one let go of them on the way.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Node:
     shares_gradient: tuple[int, ...] | None = None
     num_outputs: int = 1
     input_gradient_bytes: int = 0
+    backward_release_bytes: int = 0
 
     @property
     def is_view(self) -> bool:
@@ -71,6 +74,7 @@ _COUNTS = (
     "backward_workspace_bytes",
     "parameter_bytes",
     "input_gradient_bytes",
+    "backward_release_bytes",
 )
 _TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
 

@@ -9,7 +9,7 @@ Checked against lightning 2.6.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -82,7 +82,7 @@ def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) ->
 
 
 @contextmanager
-def silent(trainer: Trainer) -> Iterator[None]:
+def silent(trainer: Trainer) -> Generator[None]:
     """No logger, no callback and no `self.log` hears of what happens in the block; no rank waits for another."""
     module = trainer.lightning_module
     loggers, callbacks = trainer.loggers, trainer.callbacks
@@ -107,7 +107,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def without_optimization(trainer: Trainer) -> Iterator[None]:
+def without_optimization(trainer: Trainer) -> Generator[None]:
     """Backwards and optimizer steps that a manual `training_step` asks for do nothing in the block."""
     strategy = vars(trainer.strategy)
     before = {name: strategy[name] for name in ("backward", "optimizer_step") if name in strategy}

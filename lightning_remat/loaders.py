@@ -1,18 +1,16 @@
-"""The first batch without disturbing a loader, batches of any size from it, and loaders of another batch size."""
+"""The first batch without disturbing a loader, and loaders of another batch size."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 Rebatch = Callable[[Any, int], Any]
@@ -58,7 +56,7 @@ def _readable(loader: Any) -> Any:
 
 
 @contextmanager
-def _generators_kept(loaders: CombinedLoader) -> Iterator[None]:
+def _generators_kept(loaders: CombinedLoader) -> Generator[None]:
     """Puts back generators, and which values the attributes of samplers and datasets hold."""
     generators: dict[int, torch.Generator] = {}
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -92,37 +90,6 @@ def num_samples_in(loaders: CombinedLoader) -> int | None:
         except (AttributeError, TypeError):  # an IterableDataset, or no DataLoader
             return None
     return max(lengths, default=None)
-
-
-def has_batch_dimension(batch: Any) -> bool:
-    """Whether any tensor of the batch has a dimension."""
-    return any(isinstance(t, Tensor) and t.dim() for t in tree_leaves(batch))
-
-
-def batch_size_of(batch: Any) -> int:
-    """The number of samples in a batch: the leading dimension that most of its tensors have (ties: the first)."""
-    sizes = Counter(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim())
-    if not sizes:
-        raise MisconfigurationException("the batch holds no tensor with a batch dimension: give batch_size='keep'")
-    return sizes.most_common(1)[0][0]
-
-
-def resized(batch: Any, size: int) -> Any:
-    """A batch of `size` samples: those of `batch`, over and over.
-
-    Every tensor whose leading dimension is the batch's is indexed along it; other leaves stay as they are.
-    """
-    present = batch_size_of(batch)
-    if present == size:
-        return batch
-    index = torch.arange(size) % present
-
-    def resize(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == present:
-            return leaf.index_select(0, index.to(leaf.device))
-        return leaf
-
-    return tree_map(resize, batch)
 
 
 def loader_batch_size(loader: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Iterator[None]:
+def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Generator[None]:
     """Leaves no trace of what the block did, whether it ends or raises.
 
     Restored are the random states (python, numpy, torch on every device), parameters and buffers in place, their
@@ -45,7 +45,7 @@ def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Iter
 
 
 @contextmanager
-def preserved_random() -> Iterator[None]:
+def preserved_random() -> Generator[None]:
     """Restores the random states of python, numpy and torch on every device."""
     # numpy's global state is the one that users' data sets draw from.
     numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002

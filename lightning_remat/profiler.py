@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,92 +128,108 @@ class _Profiler:
         self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         counter = CostCounter(self.device)
-        with measure_growth(self.metered_device) as forward_growth, counter:
+        with measure_growth(self.metered_device) as growth, counter:
             values, store = self._run(n, inputs)
-        forward_seconds = counter.seconds
         leaves = tensors_of(values)
         self.leaves[n] = [Leaf.of(t) for t in leaves]
         sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
         read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
-        made = {leaf.key for leaf in self.leaves[n]}
         tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
         output_bytes = _storage_bytes(leaves, read)
-        tape_bytes = _storage_bytes(tape, read | made)
-        view_of = operation.view_of if not output_bytes else None
-
-        reads = {i: [t for t in tensors_of([v]) if t.requires_grad] for i, v in inputs.items()}
-        own = self._own_tensors(n)
-        targets = [t for tensors in reads.values() for t in tensors]
-        producers = [self.traced.producer.get(i) for i, tensors in reads.items() for _ in tensors]
-        differentiable = [t for t in leaves if t.requires_grad]
-        gradient_bytes = _logical_bytes(differentiable)
-        node = {
-            "name": operation.name,
-            "kind": operation.kind,
-            "inputs": operation.inputs,
-            "saved": tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
-            "output_bytes": output_bytes,
-            "tape_bytes": tape_bytes,
-            "forward_workspace_bytes": max(0, forward_growth.peak_bytes - output_bytes - tape_bytes),
-            "storage_of": view_of,
-            "is_random": operation.is_random,
-            "mutates": operation.mutates,
-            "gradient_bytes": gradient_bytes,
-            "num_outputs": max(1, len(leaves)),
-        }
-        backward_seconds = 0.0
-        if differentiable:
-            # A region input is its own tensor here, so that its gradient is that of an input and not of a node.
-            inner = [(t, p) for t, p in zip(targets, producers, strict=True) if p is not None]
-            probe = GradientProbe(leaves, [t for t, _ in inner] + own)
-            with measure_growth(self.metered_device, include=tape) as backward_growth:
-                store.hand_over()
-                del tape
-                with (counter := CostCounter(self.device)):
-                    probe.run()
-            backward_seconds = counter.seconds
-            node |= self._gradients_of(n, probe, [p for _, p in inner], own, gradient_bytes, backward_growth.peak_bytes)
-            del probe
-        del store
-        if self.repeats:
-            del leaves, differentiable, values
-            forward_seconds, backward_seconds = self._timed(n, inputs, reads, own)
-            values, _ = self._run(n, inputs)
+        tape_bytes = _storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
+        node = Node(
+            name=operation.name,
+            kind=operation.kind,
+            inputs=operation.inputs,
+            saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
+            output_bytes=output_bytes,
+            tape_bytes=tape_bytes,
+            forward_workspace_bytes=max(0, growth.peak_bytes - output_bytes - tape_bytes),
+            storage_of=operation.view_of if not output_bytes else None,
+            is_random=operation.is_random,
+            mutates=operation.mutates,
+            gradient_bytes=_logical_bytes(t for t in leaves if t.requires_grad),
+            shares_gradient=(),
+            num_outputs=max(1, len(leaves)),
+        )
         for part, value in zip(operation.outputs, values, strict=True):
             self.values[part] = detached(value)
+        del leaves, tape
+        seconds = (counter.seconds, 0.0)
+        if node.gradient_bytes:
+            node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
+            seconds = (counter.seconds, backward_seconds)
+        del values, store
+        if self.repeats:
+            seconds = self._timed(n, inputs)
         self._free(n)
-        return Node(forward_seconds=forward_seconds, backward_seconds=backward_seconds, **node)
+        return replace(node, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
-    def _gradients_of(
-        self,
-        n: int,
-        probe: GradientProbe,
-        producers: list[int],
-        own: list[Tensor],
-        gradient_bytes: int,
-        growth: int,
-    ) -> dict[str, Any]:
-        """The fields of a node that its backward decides."""
-        fresh: set[int] = set()
-        for producer, gradient, passed in zip(producers, probe.gradients, probe.passed_on, strict=False):
-            if gradient is not None and not passed:
-                fresh.add(producer)
-        contributions = sum(
-            _logical_bytes([t]) for t, p in zip(probe.gradients, producers, strict=False) if t is not None and p in fresh
-        )
-        here = {id(t) for t in own if self.gradient_owner[id(t)] == n}
-        own_gradients = [
-            (t, g) for t, g in zip(own, probe.gradients[len(producers) :], strict=True) if g is not None and id(t) in here
-        ]
-        parameter_bytes = _storage_bytes(g for t, g in own_gradients if isinstance(t, nn.Parameter))
-        input_bytes = _storage_bytes(g for t, g in own_gradients if not isinstance(t, nn.Parameter))
-        accounted = gradient_bytes + contributions + parameter_bytes + input_bytes
-        return {
-            "parameter_bytes": parameter_bytes,
-            "input_gradient_bytes": input_bytes,
-            "backward_workspace_bytes": max(0, growth - accounted),
-            "shares_gradient": tuple(p for p in dict.fromkeys(producers) if p not in fresh),
+    def _measure_backward(
+        self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
+    ) -> tuple[Node, float]:
+        """The node with the fields that its backward decides, and estimated seconds."""
+        inner, own = self._targets(n, inputs)
+        targets = [t for t, _ in inner] + own
+        producers = [p for _, p in inner]
+        probe = GradientProbe(tensors_of(values), targets)
+        with measure_growth(self.metered_device) as growth, CostCounter(self.device) as counter:
+            probe.run()
+        gradients = probe.gradients
+        fresh = {
+            p
+            for p, gradient, passed in zip(producers, gradients, probe.passed_on, strict=False)
+            if gradient is not None and not passed
         }
+        contributions = _logical_bytes(
+            g for g, p in zip(gradients, producers, strict=False) if g is not None and p in fresh
+        )
+        here = [
+            (t, g)
+            for t, g in zip(own, gradients[len(inner) :], strict=True)
+            if g is not None and self.gradient_owner[id(t)] == n
+        ]
+        parameter_bytes = _storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
+        input_bytes = _storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
+        accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
+        workspace = max(0, growth.peak_bytes - accounted)
+        del probe, gradients, here
+        release = 0
+        if node.tape_bytes or n in node.saved:
+            release = max(0, accounted + workspace - self._growth_with_release(n, inputs, targets))
+        node = replace(
+            node,
+            parameter_bytes=parameter_bytes,
+            input_gradient_bytes=input_bytes,
+            backward_workspace_bytes=workspace,
+            backward_release_bytes=release,
+            shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
+        )
+        return node, counter.seconds
+
+    def _growth_with_release(self, n: int, inputs: dict[fx.Node, Any], targets: list[Tensor]) -> int:
+        """Growth of memory in the backward where the output and the tape go when they have been read."""
+        values, store = self._run(n, inputs)
+        probe = GradientProbe(tensors_of(values), targets)
+        read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
+        going = [t for t in (*store.tensors, *tensors_of(values)) if storage_key(t) not in read]
+        del values
+        with measure_growth(self.metered_device, include=going) as growth:
+            going.clear()
+            store.hand_over()
+            probe.run()
+        return growth.peak_bytes
+
+    def _targets(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[tuple[Tensor, int]], list[Tensor]]:
+        """Tensors with gradients: those that operations made, with their producer, and parameters and inputs."""
+        inner = [
+            (t, self.traced.producer[i])
+            for i, value in inputs.items()
+            if i in self.traced.producer
+            for t in tensors_of([value])
+            if t.requires_grad
+        ]
+        return inner, self._own_tensors(n)
 
     def _run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
         store = SavedStore()
@@ -243,13 +260,12 @@ class _Profiler:
     def _value_shape(self, producer: int, k: int) -> Any:
         return self.values.get(self.operations[producer].outputs[k])
 
-    def _timed(
-        self, n: int, inputs: dict[fx.Node, Any], reads: dict[fx.Node, list[Tensor]], own: list[Tensor]
-    ) -> tuple[float, float]:
+    def _timed(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[float, float]:
         """Median seconds of forward and backward."""
         forwards: list[float] = []
         backwards: list[float] = []
-        targets = [t for i, tensors in reads.items() if i.op != "placeholder" for t in tensors] + own
+        inner, own = self._targets(n, inputs)
+        targets = [t for t, _ in inner] + own
         watch = Stopwatch(self.device)
         for _ in range(self.repeats):
             with watch:
@@ -262,6 +278,7 @@ class _Profiler:
                 with watch:
                     probe.run()
                 backwards.append(watch.seconds)
+            store.tensors.clear()
             if forwards[-1] > _SLOW_SECONDS:
                 break
         return statistics.median(forwards), statistics.median(backwards) if backwards else 0.0

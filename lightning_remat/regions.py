@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +82,7 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
 
 
 @contextmanager
-def nothing_saved() -> Iterator[None]:
+def nothing_saved() -> Generator[None]:
     """What autograd would save in the block is dropped at once; no backward can follow."""
 
     def pack(tensor: Tensor) -> None:

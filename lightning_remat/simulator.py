@@ -184,7 +184,7 @@ class _Replay:
             raise self.error(position, "its backward reads its tape, which is not resident")
         if not self.is_backward:
             self._begin_backward()
-        most = self._propagate(n) if self.gradient[n] else self.alive
+        most = self._propagate(n, self._released_on_the_way(position, n)) if self.gradient[n] else self.alive
         self.is_done[n] = True
         for i in set(node.inputs):
             self.pending_users[i] -= 1
@@ -201,7 +201,21 @@ class _Replay:
             if self.graph.nodes[n].gradient_bytes != 0:
                 self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
 
-    def _propagate(self, n: int) -> int:
+    def _released_on_the_way(self, position: int, n: int) -> int:
+        """What a backward of several operations lets go of before its peak, if nothing is to stay."""
+        node = self.graph.nodes[n]
+        if not node.backward_release_bytes or n in self.held_output:
+            return 0
+        staying = {("D", n)} if n in node.saved else set[tuple[str, int]]()
+        if node.tape_bytes:
+            staying.add(("T", n))
+        for action in self.schedule.actions[position + 1 :]:
+            if action.kind in "FB":
+                break
+            staying.discard(action)
+        return 0 if staying else node.backward_release_bytes
+
+    def _propagate(self, n: int, released_bytes: int) -> int:
         """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
         graph, node = self.graph, self.graph.nodes[n]
         shared = graph.shares_gradient(n)
@@ -216,7 +230,7 @@ class _Replay:
                 storage = self._allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes
-        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes
+        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes - released_bytes
         if self.fresh:
             self.alive += node.parameter_bytes
         for storage in self.gradient[n]:

@@ -129,12 +129,18 @@ def unbar(windows: Small, v: int, start: int, end: int) -> bool:
 
 
 @njit
-def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: int) -> tuple[Ints, Floats, Floats]:
-    """What changing each gap over, by itself, would give: peak bytes, seconds, `excess_of` above `limit`."""
+def try_gaps(
+    problem: Problem, windows: Small, work: Work, rows: Small, limit: int
+) -> tuple[Ints, Floats, Floats, int]:
+    """What changing each gap over, by itself, would give: peak bytes, seconds, `excess_of` above `limit`.
+
+    The last result is the number of actions replayed.
+    """
     tried = len(rows)
     peaks = np.empty(tried, np.int64)
     seconds = np.empty(tried, np.float64)
     excess = np.empty(tried, np.float64)
+    replayed = 0
     for k in range(tried):
         v = rows[k, 0]
         old = windows[v].copy()
@@ -142,10 +148,11 @@ def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: i
         peaks[k], seconds[k], excess[k] = 1 << 62, np.inf, np.inf
         if change:
             peaks[k], seconds[k], num_actions = replay(problem, windows, work)
+            replayed += num_actions
             if num_actions:
                 excess[k] = excess_of(work, limit)
         windows[v] = old
-    return peaks, seconds, excess
+    return peaks, seconds, excess, replayed
 
 
 @njit

@@ -32,9 +32,9 @@ def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: boo
 
     >>> from lightning_remat.chain import Stage
     >>> chain = Chain(1, (Stage(1, 1, 1.0, 1.0),) * 3)
-    >>> print(solve(chain, 5))
+    >>> print(solve(chain, 6))
     Fck1 Fck2 Fall3 B3 Fall2 B2 Fall1 B1
-    >>> print(solve(chain, 4))
+    >>> print(solve(chain, 5))
     Fck1 Fn2 Fall3 B3 Fck1 Fall2 B2 Fall1 B1
     """
     family = "inputs-only"

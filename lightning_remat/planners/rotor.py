@@ -32,10 +32,10 @@ def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: boo
         where the move of the floating activation is a step of its own, without which an optimum is missed at times.
 
     >>> from lightning_remat.chain import Stage
-    >>> chain = Chain(10, (Stage(10, 10, 1.0, 1.0), Stage(10, 10, 1.0, 1.0), Stage(0, 0, 0.0, 0.0)))
-    >>> print(solve(chain, 50))
+    >>> chain = Chain(10, (Stage(10, 40, 1.0, 1.0), Stage(10, 40, 1.0, 1.0), Stage(0, 0, 0.0, 0.0)))
+    >>> print(solve(chain, 110))
     Fall1 Fall2 Fall3 B3 B2 B1
-    >>> print(solve(chain, 40))
+    >>> print(solve(chain, 80))
     Fck1 Fall2 Fall3 B3 B2 Fall1 B1
     """
     family = "valid" if floating else "memory-persistent"

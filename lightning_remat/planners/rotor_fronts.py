@@ -69,8 +69,8 @@ def _step_least(first_m: Any, first_c: Any, second_m: Any, second_c: Any) -> Any
 def fill_fronts(p: Any, memory: int, limit: int) -> Any:
     """(memories, makespans, bounds): row i of the table is the slice bounds[i] : bounds[i + 1] stood in row order.
 
-    Exact where no row has more than `limit` steps; a longer one is thinned to `limit`, its first and last kept: then the
-    makespans are of sequences that fit still, and the least memory stays exact.
+    Exact where no row has more than `limit` steps. A longer one is thinned to `limit`, its first and last kept: the
+    makespans are then of sequences that still fit, and the least memory stays exact.
 
     Args:
         p: The problem.
@@ -137,9 +137,7 @@ def fill_fronts(p: Any, memory: int, limit: int) -> Any:
                         grown = p.output[r - 1] - p.output[s - 1]
                         seconds = p.elapsed[r - 1] - p.elapsed[s - 1]
                         move = move_threshold(p, s, r, last)
-                        new_m, new_c = _step_sum(
-                            all_m[lo:hi], all_c[lo:hi], grown, zero_m, zero_c, seconds, move, stop
-                        )
+                        new_m, new_c = _step_sum(all_m[lo:hi], all_c[lo:hi], grown, zero_m, zero_c, seconds, move, stop)
                         best_m, best_c = _step_least(best_m, best_c, new_m, new_c)
                 size = len(best_m)
                 if size > limit:

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
         elapsed: Sums of `forward_seconds`: elapsed[e] - elapsed[s-1] runs s to e.
         run: run[s, e]: most memory beyond a^(s-1) and the gradient that runs stages s to e, when a^(s-1) stays.
         tail: tail[s, e]: most memory beyond the gradient in stages s+1 to e, when a^(s-1) has gone.
-        state_row: The row of state (s, t, t) in a table, l - t rows before that of (s, t, l); -1 for a pair of no state.
+        state_row: The row of state (s, t, t) in a table, l - t rows before that of (s, t, l); -1 where none is.
         num_rows: Rows in a table.
         bases: bases[u, :num_bases[u]]: the s, ascending, for which there are states (s, u, .).
         num_bases: How many.

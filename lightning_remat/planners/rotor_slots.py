@@ -9,9 +9,8 @@ from numba import njit
 
 from .rotor_problem import all_threshold, move_threshold, row
 
-
 # Slots looked at together: a few cache lines.
-_RUN = 32
+_RUN = 64
 
 
 @njit(cache=True)
@@ -21,7 +20,7 @@ def slots_of(size: int, slot: int) -> Any:
 
 
 @njit(cache=True, error_model="numpy")
-def _add_segment(best: Any, seconds: Any, above: Any, below: Any, start: int, stop: int, shift: int) -> None:
+def _add_segment(best: Any, seconds: Any, above: Any, below: Any, start: Any, stop: Any, shift: Any) -> None:
     """best[m] <- min(best[m], seconds + above[m - shift] + below[m]) for m in [start, stop).
 
     All three fall with m, so that the ends of a run of slots tell whether it can improve anywhere: most cannot, and
@@ -39,7 +38,7 @@ def _add_segment(best: Any, seconds: Any, above: Any, below: Any, start: int, st
 
 
 @njit(cache=True, error_model="numpy")
-def _add_shifted(best: Any, seconds: Any, source: Any, start: int, stop: int, shift: int) -> None:
+def _add_shifted(best: Any, seconds: Any, source: Any, start: Any, stop: Any, shift: Any) -> None:
     """best[m] <- min(best[m], seconds + source[m - shift]) for m in [start, stop)."""
     length = stop - start
     if length > 0:
@@ -75,8 +74,10 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
         plenty, plain = np.int64(0), 0.0
         for s in range(last, 0, -1):
             threshold = all_threshold(p, s, last)
-            plenty = slots_of(threshold, slot) if s == last else max(
-                slots_of(threshold, slot), slots_of(p.tape[s], slot) + plenty
+            plenty = (
+                slots_of(threshold, slot)
+                if s == last
+                else max(slots_of(threshold, slot), slots_of(p.tape[s], slot) + plenty)
             )
             plain += p.forward_seconds[s] + p.backward_seconds[s]
             own = table[row(p, s, s, last)]
@@ -100,7 +101,7 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
                 keeps = p.bases[u, skipped : p.num_bases[u]]
                 # With several of both, the part before a^(s-1)'s own turn is summed up once for all t.
                 is_shared = len(keeps) > 1 and num_rests > 1
-                lowest = np.int64(stop)
+                lowest = stop
                 if is_shared:
                     segment[:] = np.inf
                 for k in keeps:

@@ -37,9 +37,8 @@ def solve_chain(
         raise ValueError(f"slots is {slots}: pass a positive number, or None to plan in exact memory")
     p, scale = build(chain, keeps_tapes=keeps_tapes, floating=floating)
     fixed = int(p.output[0])
-    # No budget above what keeps everything is of use, and it would only make the slots coarser.
-    ceiling = keep_all_memory(p)
-    memory = ceiling if budget == float("inf") else min(scale.from_chain(budget) - fixed, ceiling)
+    if budget == float("inf") or (memory := scale.from_chain(budget) - fixed) >= keep_all_memory(p):
+        return keep_all_sequence(p)
     least = int(least_memory(p)[p.state_row[1, 1] + p.num_stages - 1])
     if memory < least:
         minimum = scale.to_chain(least + fixed)
@@ -57,8 +56,18 @@ def solve_chain(
     table, available = slot_table(p, memory, slots)
     if np.isfinite(table.uniform[p.state_row[1, 1] + p.num_stages - 1, available]):
         return sequence_at(p, table, available)
-    # Just above the least memory the slots' rounding leaves nothing; as many steps in exact memory are few states there.
+    # Just above the least memory the slots' rounding leaves nothing, and exact memory has few states.
     return sequence_at(p, front_table(p, memory, slots), memory)
+
+
+def keep_all_sequence(p: Problem) -> ChainSequence:
+    """The sequence that keeps every tape, or every input where tapes may not be kept."""
+    stages = range(1, p.num_stages + 1)
+    if p.keeps_tapes:
+        return ChainSequence((*(Operation("Fall", s) for s in stages), *(Operation("B", s) for s in reversed(stages))))
+    forward = (Operation("Fck", s) for s in stages[:-1])
+    backward = (Operation(kind, s) for s in reversed(stages) for kind in ("Fall", "B"))
+    return ChainSequence((*forward, *backward))
 
 
 def slot_table(p: Problem, memory: int, slots: int) -> tuple[Table, int]:

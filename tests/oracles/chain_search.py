@@ -56,9 +56,7 @@ def lowest_peak(chain: Any, budgets: list[float], **options: bool) -> float | No
     return budgets[low] if low < len(budgets) else None
 
 
-def _search(
-    chain: Any, budget: float, persistent: bool, inputs_only: bool, rewrites: bool
-) -> tuple[float, str] | None:
+def _search(chain: Any, budget: float, persistent: bool, inputs_only: bool, rewrites: bool) -> tuple[float, str] | None:
     size = _sizes(chain)
     last = len(chain.stages)
     start: tuple[Memory, frozenset[int]] = (frozenset({("a", 0), ("delta", last)}), frozenset())
@@ -160,7 +158,7 @@ def _apply(
 def _persistent_pending(words: str, pending: frozenset[int]) -> frozenset[int] | None:
     """The stages whose `Fck` or `Fall` awaits its `B` after `words`; None where Definition 4.1 forbids them."""
     for word in words.split():
-        kind, stage = word.rstrip("0123456789"), int(word.lstrip("FallcknB"))
+        kind, stage = word.rstrip("0123456789"), int("".join(filter(str.isdigit, word)))
         top = max(pending, default=0)
         if stage < top or (kind == "Fn" and stage in pending):
             return None
