@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import nn
+
 from .budget import format_bytes, parse_budget
 from .device_memory import device_memory
 from .errors import InfeasibleBudgetError
@@ -190,8 +192,8 @@ class _Search:
         )
 
 
-def find(trial: Trial, settings: Settings) -> tuple[Result, list[Call]]:
-    """The batch size and plan that the settings ask for, executed within the budget and left installed.
+def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
+    """The batch size and plan that the settings ask for, executed within the budget, and the modules rewritten by it.
 
     Bytes and seconds of every size come from a profile (two where several sizes are in question); the planner is
     called for each candidate and no training step is run. The choice is then executed: two real steps with optimizer.
@@ -205,7 +207,7 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[Call]]:
     free_bytes = trial.least(free_bytes)
     sizes = sizes_to_consider(trial, settings)
     search = _Search(trial, settings, sizes, _model(trial, sizes), free_bytes, trial.least(total_bytes))
-    good: tuple[Result, list[Call]] | None = None
+    good: tuple[Result, list[Call], list[nn.Module]] | None = None
     num_steps = measured = 0
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
@@ -214,19 +216,20 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[Call]]:
         if good is not None and (size, -step.seconds) <= (good[0].batch_size, -good[0].step.seconds):
             break
         calls = trial.look_through(size)
+        modules = [call.module for call in calls]
         install(trial, calls, step)
         num_steps += STEPS_PER_TRIAL
         try:
             measured = _measure(trial, size)
         except BaseException as error:
-            uninstall(calls)
+            uninstall(modules)
             if is_too_small_for_batch_norm(error) and size != search.sizes[-1]:
                 logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
                 search.sizes = [s for s in search.sizes if s > size]
                 continue
             raise
         if measured == _OUT_OF_MEMORY:
-            uninstall(calls)
+            uninstall(modules)
             search.tighten()
             continue
         executed[size] = measured
@@ -238,12 +241,12 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[Call]]:
             result = Result(size, choice.budget_bytes, step, measured, plain, trials, num_steps, choice.reason)
             could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
             if good is not None or not could_improve:
-                return result, calls
-            good = result, calls
-        uninstall(calls)
+                return result, modules
+            good = result, calls, modules
+        uninstall(modules)
     if good is not None:
         install(trial, good[1], good[0].step)
-        return good
+        return good[0], good[2]
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
     raise InfeasibleBudgetError(
         f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the "

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .batch_resizing import batch_size_of, has_batch_dimension
 from .batch_size import find
@@ -135,16 +135,18 @@ class Rematerialization(Callback):
         result = self._stored(mark)
         if result is not None:
             calls = trial.look_through(result.batch_size)
+            modules = [call.module for call in calls]
             install(trial, calls, result.step)
+            del calls  # they hold a batch
         else:
             try:
-                result, calls = find(trial, self.settings)
+                result, modules = find(trial, self.settings)
             except InfeasibleBudgetError as error:
                 if self.settings.on_infeasible != "plain":
                     raise
                 rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
                 return
-        self._undo.append(lambda: uninstall(calls))
+        self._undo.append(lambda: uninstall(modules))
         if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
             apply_batch_size(trainer, result.batch_size, self.settings)
             self._batch_size = result.batch_size

@@ -159,9 +159,9 @@ class Step:
                 leaf.grad_fn.register_prehook(lambda _gradients: self._arrive(n))
 
     def _reads_what_it_writes(self, n: int) -> bool:
-        """Batch norm in training writes its running statistics without reading them."""
-        modules = [self.module.get_submodule(str(p.target)) for p in self.operations[n].parts if p.op == "call_module"]
-        return not all(isinstance(m, _NormBase) for m in modules) or not modules
+        """Whether its result may depend on buffers that it changes; batch norm in training only writes them."""
+        owners = [self.module.get_submodule(name.rpartition(".")[0]) for name in self.operations[n].mutates]
+        return not all(isinstance(m, _NormBase) for m in owners)
 
     def _note_constants(self, n: int) -> None:
         for constant in self.program.constants_after.get(n, ()):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
@@ -72,7 +72,7 @@ def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) ->
         output = run_training_step(trainer, batch)
         result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
         if zero_grad:
-            module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+            module.optimizer_zero_grad(trainer.current_epoch, 0, cast(Any, optimizer))
         if result.closure_loss is None:
             return None
         trainer.strategy.backward(result.closure_loss, cast(Any, optimizer))
@@ -81,21 +81,32 @@ def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) ->
     module.optimizer_step(trainer.current_epoch, 0, optimizer, closure)
 
 
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The trainer's callbacks."""
+    return cast(Any, trainer).callbacks
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Gives the trainer another list of callbacks."""
+    cast(Any, trainer).callbacks = callbacks
+
+
 @contextmanager
 def silent(trainer: Trainer) -> Generator[None]:
     """No logger, no callback and no `self.log` hears of what happens in the block; no rank waits for another."""
     module = trainer.lightning_module
-    loggers, callbacks = trainer.loggers, trainer.callbacks
+    loggers, callbacks = trainer.loggers, callbacks_of(trainer)
     state = vars(module)
     had_log = state.get("log")
     trainer.loggers = [DummyLogger() for _ in loggers]
-    trainer.callbacks = []
+    set_callbacks(trainer, [])
     state["log"] = _ignore
     try:
         with _block_parallel_sync_behavior(trainer.strategy, block=True):
             yield
     finally:
-        trainer.loggers, trainer.callbacks = loggers, callbacks
+        trainer.loggers = loggers
+        set_callbacks(trainer, callbacks)
         if had_log is None:
             state.pop("log", None)
         else:
@@ -148,8 +159,8 @@ def tap_loaders(strategy: Strategy, tap: Callable[[object], object]) -> Callable
     """Passes every loader that the trainer prepares through `tap`; returns what undoes it."""
     original = strategy.process_dataloader
 
-    def process_dataloader(loader: object) -> object:
-        return tap(original(loader))
+    def process_dataloader(dataloader: object) -> object:
+        return tap(original(dataloader))
 
     strategy.process_dataloader = process_dataloader
 

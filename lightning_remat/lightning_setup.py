@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from .lightning_private import forget_loaders, set_initial_hparams, takes_loader_iterator
+from .lightning_private import callbacks_of, forget_loaders, set_callbacks, set_initial_hparams, takes_loader_iterator
 from .loaders import loader_batch_size, rebatched
 from .preserve import preserved_random
+from .regions import submodules
 from .settings import Settings
 
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy", "XLAStrategy")
@@ -22,8 +23,7 @@ _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "XLAFS
 
 def check_supported(trainer: Trainer, module: LightningModule, callback: Callback) -> None:
     """Raises MisconfigurationException, with the remedy, where the callback cannot work."""
-    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue,reportUnknownMemberType]
-    for other in callbacks:
+    for other in callbacks_of(trainer):
         if isinstance(other, BatchSizeFinder):
             raise MisconfigurationException(
                 "Rematerialization searches the batch size itself, with less memory a sample: remove BatchSizeFinder"
@@ -41,7 +41,7 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
             "training_step(dataloader_iter) takes the loader's iterator, so no batch is known before it runs: take "
             "`batch` instead"
         )
-    for name, submodule in module.named_modules():
+    for name, submodule in submodules(module):
         if isinstance(submodule, CheckpointWrapper):
             raise MisconfigurationException(
                 f"{name} is wrapped by torch's activation checkpointing, which Rematerialization replaces: remove the "
@@ -55,12 +55,12 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
 
 def move_before_tuners(trainer: Trainer, callback: Callback) -> None:
     """Puts the callback before LearningRateFinder, whose runs are to see the planned model and its batch size."""
-    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue,reportUnknownMemberType]
+    callbacks = callbacks_of(trainer)
     first = next((i for i, c in enumerate(callbacks) if isinstance(c, LearningRateFinder)), None)
     if first is not None and callbacks.index(callback) > first:
         others = [c for c in callbacks if c is not callback]
         # A new list: the trainer is iterating over the old one.
-        trainer.callbacks = [*others[:first], callback, *others[first:]]  # pyright: ignore[reportAttributeAccessIssue]
+        set_callbacks(trainer, [*others[:first], callback, *others[first:]])
 
 
 def tap(trainer: Trainer, loader: object, batch_size: int | None, settings: Settings) -> object:
@@ -81,7 +81,7 @@ def tap(trainer: Trainer, loader: object, batch_size: int | None, settings: Sett
 def _holders(trainer: Trainer, name: str) -> list[Any]:
     """What holds the batch size by that name: module, datamodule, and the hyperparameters of either."""
     found: list[Any] = []
-    for holder in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+    for holder in cast(list[Any], [trainer.lightning_module, getattr(trainer, "datamodule", None)]):
         if holder is None:
             continue
         if hasattr(holder, name):
@@ -126,10 +126,11 @@ def apply_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> N
 
 
 def _set(holder: Any, name: str, value: object) -> Callable[[], None]:
-    before = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    is_mapping = issubclass(type(holder), dict)
+    before: object = holder[name] if is_mapping else getattr(holder, name)
 
     def write(what: object) -> None:
-        if isinstance(holder, dict):
+        if is_mapping:
             holder[name] = what
         else:
             setattr(holder, name, what)

@@ -47,6 +47,7 @@ class LightningTrial:
         with preserved_random():
             loaders = training_loaders(trainer)
             self.batch = first_batch(loaders)
+        self._batch: tuple[int, Any] | None = None
         self.has_batch_dimension = has_batch_dimension(self.batch)
         self.batch_size = batch_size_of(self.batch) if self.has_batch_dimension else 1
         num_samples = num_samples_in(loaders)
@@ -66,8 +67,11 @@ class LightningTrial:
 
     def batch_of(self, batch_size: int) -> Any:
         """The first real batch, repeated or cut to that size, on the device."""
-        batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
-        return on_device(self.trainer, batch)
+        if self._batch is None or self._batch[0] != batch_size:
+            self._batch = None  # one at a time
+            batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
+            self._batch = batch_size, on_device(self.trainer, batch)
+        return self._batch[1]
 
     def look_through(self, batch_size: int) -> list[Call]:
         """The regions' calls at that batch size, without a backward."""

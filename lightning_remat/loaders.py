@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
@@ -64,8 +64,8 @@ def _generators_kept(loaders: CombinedLoader) -> Generator[None]:
         if not isinstance(loader, DataLoader):
             continue
         for name in ("dataset", "sampler", "batch_sampler", None):
-            holder: Any = loader if name is None else getattr(cast(Any, loader), name, None)
-            state = getattr(holder, "__dict__", None)
+            holder = cast(Any, loader if name is None else getattr(cast(Any, loader), name, None))
+            state: dict[str, Any] | None = getattr(holder, "__dict__", None)
             if state is None:
                 continue
             attributes.append((state, dict(state)))
@@ -86,7 +86,7 @@ def num_samples_in(loaders: CombinedLoader) -> int | None:
     lengths: list[int] = []
     for loader in loaders.flattened:
         try:
-            lengths.append(len(cast(Any, loader).dataset))
+            lengths.append(len(loader.dataset))
         except (AttributeError, TypeError):  # an IterableDataset, or no DataLoader
             return None
     return max(lengths, default=None)
@@ -112,11 +112,11 @@ def rebatched(loader: Any, size: int, rebatch: Rebatch | None = None) -> Any:
         return loader
     if rebatch is not None:
         return rebatch(loader, size)
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or loader_batch_size(loader) is None:
         raise MisconfigurationException(
-            f"cannot change the batch size of a {type(loader).__name__} to {size}: it does not say its batch size. "
-            "Give rebatch_fn=lambda loader, batch_size: ..., or batch_size='keep'"
+            f"cannot change the batch size of a {type(cast(object, loader)).__name__} to {size}: it does not say its "
+            "batch size. Give rebatch_fn=lambda loader, batch_size: ..., or batch_size='keep'"
         )
     clone = copy.copy(cast("DataLoader[Any]", loader))
     if sampler is not None:
@@ -128,6 +128,6 @@ def rebatched(loader: Any, size: int, rebatch: Rebatch | None = None) -> Any:
         sampler = copy.copy(sampler)
         sampler.batch_size = size
     vars(clone).update(batch_sampler=sampler, _iterator=None)
-    if getattr(loader, "batch_size", None) is not None:
+    if vars(clone).get("batch_size") is not None:
         vars(clone)["batch_size"] = size
     return clone

@@ -89,8 +89,8 @@ def _record_parameter(parameter: nn.Parameter) -> Undo:
 
 
 def _record_attributes(holder: Any, seen: set[int]) -> Undo:
-    state: dict[str, Any] = vars(holder)
-    before = dict(state)
+    state = cast(dict[str, Any], vars(holder))
+    before: dict[str, Any] = dict(state)
     undo = [u for u in (_record_value(v, seen) for v in before.values()) if u is not None]
 
     def put_back() -> None:
@@ -112,14 +112,15 @@ def _record_value(value: Any, seen: set[int]) -> Undo | None:
         return None
     container = cast(Any, value)
     seen.add(id(container))
-    items: list[Any] = list(container.values()) if isinstance(container, dict) else list(container)
-    content: Any = dict(cast(Any, container)) if isinstance(container, dict) else items
+    is_mapping = isinstance(value, dict)
+    items: list[Any] = list(container.values() if is_mapping else container)
+    content: Any = dict(container) if is_mapping else items
     undo = [u for u in (_record_value(item, seen) for item in items) if u is not None]
 
     def put_back() -> None:
-        if not isinstance(container, tuple):
+        if not isinstance(value, tuple):
             container.clear()
-            (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+            (container.update if isinstance(value, (dict, set)) else container.extend)(content)
         for restore in undo:
             restore()
 
@@ -136,7 +137,7 @@ def _record_tensor(tensor: Tensor, seen: set[int]) -> Undo | None:
         if tensor.shape == value.shape:
             tensor.detach().copy_(value)
         else:
-            tensor.detach().set_(value.to(tensor.device))  # pyright: ignore[reportUnknownMemberType]
+            cast(Any, tensor.detach()).set_(value.to(tensor.device))
 
     return put_back
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module and all below it under all their names."""
+    return list(cast(Any, root).named_modules(remove_duplicate=False))
+
+
 def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
     """The calls that rematerialization can serve, in the order in which `step` makes them.
 
@@ -44,7 +49,7 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
     Raises:
         ValueError: `modules` names what the root does not have, or the step calls none of them.
     """
-    names = {m: name for name, m in reversed(list(root.named_modules(remove_duplicate=False)))}
+    names = {m: name for name, m in reversed(submodules(root))}
     watched = _resolve(root, names, modules)
     frames: list[_Frame] = []
     top = _Frame(root, (), {})  # stands for the step itself
@@ -127,7 +132,7 @@ def _through(frame: _Frame) -> _Frame:
 def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
     if modules is None:
         return list(names)
-    by_name = dict(root.named_modules(remove_duplicate=False))
+    by_name = dict(submodules(root))
     resolved: list[nn.Module] = []
     for item in modules:
         module = by_name.get(item) if isinstance(item, str) else item

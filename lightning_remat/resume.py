@@ -12,6 +12,7 @@ import torch
 
 from .lightning_trial import LightningTrial
 from .planner import Plan
+from .regions import submodules
 from .result import Candidate, Result
 from .settings import Settings
 from .step_memory import Surroundings
@@ -25,9 +26,9 @@ def fingerprint(trial: LightningTrial, settings: Settings) -> str:
     module = trial.trainer.lightning_module
     device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else trial.device.type
     planner = settings.planner if isinstance(settings.planner, str) else getattr(settings.planner, "__qualname__", "")
-    facts = [
+    facts: list[Any] = [
         _VERSION,
-        [(name, type(m).__qualname__) for name, m in module.named_modules()],
+        [(name, type(m).__qualname__) for name, m in submodules(module)],
         [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
         trial.trainer.precision,
         device,

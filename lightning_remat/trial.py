@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from .batch_scaling import Line, ScalableGraph, scaled_surroundings
 from .graph import Graph
@@ -105,14 +106,21 @@ class StepModel:
 
 def model_step(trial: Trial, sizes: Sequence[int]) -> StepModel:
     """Profiles the step at one batch size (exact there), or at two (linear in between and beyond)."""
-    calls = [trial.look_through(size) for size in sizes]
-    profiles = [_profile_calls(trial, c) for c in calls]
-    around = tuple(trial.surroundings(c, size) for c, size in zip(calls, sizes, strict=True))
-    keys = tuple(call.name for call in calls[0])
+    profiles: list[dict[str, Graph]] = []
+    around: list[Surroundings] = []
+    keys: list[tuple[str, ...]] = []
+    for size in sizes:  # one at a time: a call holds its batch
+        calls = trial.look_through(size)
+        keys.append(tuple(call.name for call in calls))
+        profiles.append(_profile_calls(trial, calls))
+        around.append(trial.surroundings(calls, size))
     if len(sizes) == 1:
-        return StepModel(keys, None, {**profiles[0]}, around)
+        return StepModel(keys[0], None, {**profiles[0]}, tuple(around))
     line = Line(*sizes)
-    return StepModel(keys, line, {k: ScalableGraph(line, profiles[0][k], profiles[1][k]) for k in profiles[0]}, around)
+    graphs: dict[str, ScalableGraph | Graph] = {
+        key: ScalableGraph(line, profiles[0][key], profiles[1][key]) for key in profiles[0]
+    }
+    return StepModel(keys[0], line, graphs, tuple(around))
 
 
 def _profile_calls(trial: Trial, calls: Sequence[Call]) -> dict[str, Graph]:
@@ -135,11 +143,11 @@ def install(trial: Trial, calls: Sequence[Call], step: StepPlan) -> None:
                     done.add(call.name)
                     rematerialize(call.module, *call.args, plan=step.plans[call.name], **call.kwargs)
     except BaseException:
-        uninstall(calls)
+        uninstall([call.module for call in calls])
         raise
 
 
-def uninstall(calls: Sequence[Call]) -> None:
+def uninstall(modules: Iterable[nn.Module]) -> None:
     """Undoes `install`."""
-    for call in calls:
-        restore(call.module)
+    for module in modules:
+        restore(module)

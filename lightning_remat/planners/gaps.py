@@ -11,6 +11,7 @@ from .fast_simulator import (
     PINNED,
     ROOT,
     TAPE,
+    Flags,
     Floats,
     Ints,
     Problem,
@@ -163,3 +164,17 @@ def excess_of(work: Work, limit: int) -> float:
         if work.most[step] > limit:
             total += work.most[step] - limit
     return total
+
+
+@njit
+def find_room(rows: Small, sizes: Ints, work: Work, limit: int) -> Flags:
+    """Which absent gaps have room for their value below `limit` at every step between their ends."""
+    found = np.zeros(len(rows), np.bool_)
+    for k in range(len(rows)):
+        if rows[k, 3]:
+            continue
+        most = 0
+        for step in range(rows[k, 1] + 1, rows[k, 2]):
+            most = max(most, work.most[step])
+        found[k] = most + sizes[k] <= limit
+    return found

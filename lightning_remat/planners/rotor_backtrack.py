@@ -104,7 +104,7 @@ def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
         if rest == np.inf:
             continue
         for k in p.bases[u, : p.num_bases[u]]:
-            if k <= s or m < slots_of(p.output[last] + p.run[s, k - 1], slot):
+            if k <= s or m < slots_of(p.held[last] + p.run[s, k - 1], slot):
                 continue
             above = value(table, row(p, k, u, last), m - slots_of(p.output[k - 1], slot))
             total = p.elapsed[k - 1] - p.elapsed[s - 1] + above + rest

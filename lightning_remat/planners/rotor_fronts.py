@@ -103,7 +103,7 @@ def fill_fronts(p: Any, memory: int, limit: int) -> Any:
                 for k in p.bases[u, : p.num_bases[u]]:
                     if k > s:
                         lo, hi = bounds[row(p, k, u, last)]
-                        run = p.output[last] + p.run[s, k - 1]
+                        run = p.held[last] + p.run[s, k - 1]
                         seconds = p.elapsed[k - 1] - p.elapsed[s - 1]
                         new_m, new_c = _step_sum(
                             all_m[lo:hi], all_c[lo:hi], p.output[k - 1], zero_m, zero_c, seconds, run, stop

@@ -22,20 +22,39 @@ FloatArray = NDArray[np.float64]
 _SIZE_BITS = 52
 
 
+class StageMemory(NamedTuple):
+    """What the stages of a chain weigh, in whole units; arrays are indexed by stage from 1, `output` from 0.
+
+    Attributes:
+        output: a^l.
+        tape: abar^l.
+        held: Held all the time when the backwards of the stages after l are done and that of l is not: delta^l.
+        keep_peak: Most memory of `Fck` of a stage beyond its input and what is held.
+        drop_peak: Most memory of `Fn` of a stage, its input counted, beyond what is held.
+        fall_peak: Most memory of `Fall` of a stage beyond its input and what is held.
+        back_peak: Most memory of `B` of a stage beyond its input.
+    """
+
+    output: IntArray
+    tape: IntArray
+    held: IntArray
+    keep_peak: IntArray
+    drop_peak: IntArray
+    fall_peak: IntArray
+    back_peak: IntArray
+
+
 class Problem(NamedTuple):
-    """A chain in whole units; arrays are indexed by stage from 1, `output` from 0.
+    """A chain as arrays, indexed by stage from 1.
 
     Attributes:
         num_stages: L+1.
-        output: w_a, and the size of the gradients.
-        tape: w_abar.
-        forward_overhead: o_f.
-        backward_overhead: o_b.
+        output: As in `StageMemory`; so are `tape` to `back_peak`.
         forward_seconds: u_f.
         backward_seconds: u_b.
         elapsed: Sums of `forward_seconds`: elapsed[e] - elapsed[s-1] runs s to e.
-        run: run[s, e]: most memory beyond a^(s-1) and the gradient that runs stages s to e, when a^(s-1) stays.
-        tail: tail[s, e]: most memory beyond the gradient in stages s+1 to e, when a^(s-1) has gone.
+        run: run[s, e]: most memory beyond a^(s-1) and what is held that runs stages s to e, when a^(s-1) stays.
+        tail: tail[s, e]: most memory beyond what is held in stages s+1 to e, when a^(s-1) has gone.
         state_row: The row of state (s, t, t) in a table, l - t rows before that of (s, t, l); -1 where none is.
         num_rows: Rows in a table.
         bases: bases[u, :num_bases[u]]: the s, ascending, for which there are states (s, u, .).
@@ -48,8 +67,10 @@ class Problem(NamedTuple):
     num_stages: int
     output: IntArray
     tape: IntArray
-    forward_overhead: IntArray
-    backward_overhead: IntArray
+    held: IntArray
+    keep_peak: IntArray
+    fall_peak: IntArray
+    back_peak: IntArray
     forward_seconds: FloatArray
     backward_seconds: FloatArray
     elapsed: FloatArray
@@ -83,18 +104,38 @@ class Scale(NamedTuple):
 
 
 def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, Scale]:
-    """The arrays of `chain`, and how their unit relates to the chain's."""
+    """The problem of `chain` by Table 1 and Definition 3.3, and how its unit relates to the chain's."""
     sizes = WholeSizes.of(chain)
     columns = (sizes.output, sizes.tape, sizes.forward_workspace, sizes.backward_workspace)
-    total = sum(map(sum, columns))
-    shift = max(0, total.bit_length() - _SIZE_BITS)
-    output, tape, forward_overhead, backward_overhead = (
-        np.array([-(-x >> shift) for x in column], dtype=np.int64) for column in columns
+    shift = max(0, sum(map(sum, columns)).bit_length() - _SIZE_BITS)
+    output, tape, forward, backward = (np.array([-(-x >> shift) for x in c], dtype=np.int64) for c in columns)
+    before = np.concatenate((output[:1], output[:-1]))
+    memory = StageMemory(
+        output,
+        tape,
+        held=output,
+        keep_peak=output + forward,
+        drop_peak=before + output + forward,
+        fall_peak=tape + forward,
+        back_peak=output + before + tape + backward,
     )
     forward_seconds = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
     backward_seconds = np.array([0.0, *(s.backward_seconds for s in chain.stages)])
-    n = len(chain.stages)
-    run, tail = _running_peaks(output, forward_overhead)
+    problem = assemble(memory, forward_seconds, backward_seconds, keeps_tapes=keeps_tapes, floating=floating)
+    return problem, Scale(sizes, shift)
+
+
+def assemble(
+    memory: StageMemory,
+    forward_seconds: FloatArray,
+    backward_seconds: FloatArray,
+    *,
+    keeps_tapes: bool,
+    floating: bool,
+) -> Problem:
+    """The problem of stages with the given memory and seconds, and the states that its family of sequences has."""
+    output = memory.output
+    n = len(output) - 1
     state_row = np.full((n + 1, n + 1), -1, dtype=np.int64)
     num_rows = 0
     for s in range(1, n + 1):
@@ -103,26 +144,35 @@ def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, 
             if s == t or (floating and output[t - 1] > output[s - 1]):
                 state_row[s, t] = num_rows
                 num_rows += n + 1 - t
-    exists = state_row >= 0
-    problem = Problem(
-        n, output, tape, forward_overhead, backward_overhead, forward_seconds, backward_seconds,
-        np.cumsum(forward_seconds), run, tail, state_row, num_rows,
-        *_listed(exists.T), *_listed(exists), keeps_tapes,
-    )  # fmt: skip
-    return problem, Scale(sizes, shift)
-
-
-def _running_peaks(output: IntArray, overhead: IntArray) -> tuple[IntArray, IntArray]:
-    n = len(output) - 1
-    # What stage j moves: its input, its output and its overhead (Definition 3.3).
-    moved = np.zeros(n + 1, dtype=np.int64)
-    moved[1:] = output[:-1] + output[1:] + overhead[1:]
     run = np.zeros((n + 1, n + 1), dtype=np.int64)
     tail = np.zeros((n + 1, n + 1), dtype=np.int64)
     for s in range(1, n + 1):
-        tail[s, s + 1 :] = np.maximum.accumulate(moved[s + 1 :])
-        run[s, s:] = np.maximum(tail[s, s:], output[s] + overhead[s])
-    return run, tail
+        tail[s, s + 1 :] = np.maximum.accumulate(memory.drop_peak[s + 1 :])
+        run[s, s:] = np.maximum(tail[s, s:], memory.keep_peak[s])
+    exists = state_row >= 0
+    bases, num_bases = _listed(exists.T)
+    ends, num_ends = _listed(exists)
+    return Problem(
+        num_stages=n,
+        output=output,
+        tape=memory.tape,
+        held=memory.held,
+        keep_peak=memory.keep_peak,
+        fall_peak=memory.fall_peak,
+        back_peak=memory.back_peak,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        elapsed=np.cumsum(forward_seconds),
+        run=run,
+        tail=tail,
+        state_row=state_row,
+        num_rows=num_rows,
+        bases=bases,
+        num_bases=num_bases,
+        ends=ends,
+        num_ends=num_ends,
+        keeps_tapes=keeps_tapes,
+    )
 
 
 def _listed(exists: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
@@ -138,19 +188,16 @@ def keep_all_memory(p: Problem) -> int:
 
     With tapes kept that is the plain sequence `Fall1 ... B1`; without, the one that keeps every layer input.
     """
-    n = p.num_stages
-    output, tape = p.output.tolist(), p.tape.tolist()
-    kept, need = 0, 0
-    for s in range(1, n + 1):
-        held = output[n] + int(p.forward_overhead[s])
-        alone = output[s] + output[s - 1] + tape[s] + int(p.backward_overhead[s])
+    kept = need = 0
+    for s in range(1, p.num_stages + 1):
+        back, fall = int(p.back_peak[s]), int(p.fall_peak[s])
         if p.keeps_tapes:
-            need = max(need, kept + tape[s] + held, kept + alone)
-            kept += tape[s]
+            need = max(need, kept + fall + int(p.held[-1]), kept + back)
+            kept += int(p.tape[s])
         else:
-            backward = output[s] + tape[s] + int(p.forward_overhead[s])
-            need = max(need, kept + alone, kept + backward, kept + output[s] + held if s < n else 0)
-            kept += output[s]
+            forward = int(p.keep_peak[s] + p.held[-1]) if s < p.num_stages else 0
+            need = max(need, kept + back, kept + fall + int(p.held[s]), kept + forward)
+            kept += int(p.output[s])
     return need
 
 
@@ -163,16 +210,13 @@ def row(p: Any, s: int, t: int, last: int) -> Any:
 @njit(cache=True)
 def all_threshold(p: Any, s: int, last: int) -> Any:
     """m_all^(s,l) of Theorems 4.7 and 4.8: memory for `Fall` and `B` of stage s, with delta^l held by the former."""
-    forward = p.output[last] + p.tape[s] + p.forward_overhead[s]
-    backward = p.output[s] + p.output[s - 1] + p.tape[s] + p.backward_overhead[s]
-    return max(forward, backward)
+    return max(p.held[last] + p.fall_peak[s], p.back_peak[s])
 
 
 @njit(cache=True)
 def move_threshold(p: Any, s: int, r: int, last: int) -> Any:
     """Memory for `Fn` of stages s to r-1, which drop a^(s-1) and leave a^(r-1) in its place."""
-    first = p.output[last] + p.output[s] + p.forward_overhead[s]
-    return max(first, p.output[last] + p.tail[s, r - 1] - p.output[s - 1])
+    return p.held[last] + max(p.keep_peak[s], p.tail[s, r - 1] - p.output[s - 1])
 
 
 @njit(cache=True)
@@ -194,7 +238,7 @@ def least_memory(p: Any) -> Any:
                     k = p.bases[u, i]
                     if k <= s:
                         break
-                    run = p.output[last] + p.run[s, k - 1]
+                    run = p.held[last] + p.run[s, k - 1]
                     below = p.output[k - 1] + need[row(p, k, u, last)]
                     least = min(least, max(run, below))
                 segment[u] = least

@@ -107,7 +107,7 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
                 for k in keeps:
                     source = row(p, k, u, last)
                     shift = slots_of(p.output[k - 1], slot)
-                    start = max(slots_of(p.output[last] + p.run[s, k - 1], slot), shift + first[source])
+                    start = max(slots_of(p.held[last] + p.run[s, k - 1], slot), shift + first[source])
                     seconds = p.elapsed[k - 1] - p.elapsed[s - 1]
                     lowest = min(lowest, start)
                     if is_shared:
