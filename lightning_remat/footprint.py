@@ -1,0 +1,69 @@
+"""Bytes of what is alive beside the rewritten regions: batch, other parameters, optimizer state and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .meter import measure_peak, tensor_storage
+from .regions import Call
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of the tensors, each counted once."""
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor_storage(t) for t in tensors)
+    return {s._cdata: s.nbytes() for s in storages if s is not None}  # pyright: ignore[reportPrivateUsage]
+
+
+def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of the optimizers' states."""
+    return [t for optimizer in optimizers for t in tensors_in(list(cast(Any, optimizer.state).values()))]
+
+
+def optimizer_footprint(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> tuple[int, int]:
+    """(bytes of the optimizers' state, peak of their steps with parameters, buffers and gradients).
+
+    Found by a step on gradients of zero; the caller restores what it changes.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+    step_bytes = 0
+    for optimizer in optimizers:
+        with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
+            cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
+        step_bytes = max(step_bytes, measured.peak_bytes)
+    return storage_bytes(optimizer_tensors(optimizers)), step_bytes
+
+
+def _zero_loss() -> Tensor:
+    return torch.zeros(())
+
+
+def outside_bytes(module: nn.Module, calls: Sequence[Call], batch: Sequence[Tensor]) -> int:
+    """Parameters (with gradients), buffers and batch that no region holds."""
+    inside: list[Tensor] = []
+    for call in calls:
+        inside += [*call.module.parameters(), *call.module.buffers(), *tensors_in((call.args, call.kwargs))]
+    known = _storages(inside)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    outside = _storages([*module.parameters(), *module.buffers(), *batch])
+    gradients = _storages(parameters)
+    return sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)

@@ -1,0 +1,209 @@
+"""`find_batch_size`: the search for users of Fabric and plain PyTorch, without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .batch_resizing import batch_size_of, resized
+from .batch_size import find
+from .budget import Budget
+from .footprint import optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
+from .meter import measure_peak
+from .preserve import preserved
+from .regions import Call, find_calls
+from .report import print_tables, write_reports
+from .result import Result
+from .schedule import Schedule
+from .settings import Settings
+from .step_memory import Surroundings
+from .trial import STEPS_PER_TRIAL
+
+T = TypeVar("T")
+
+
+def find_batch_size(
+    module: nn.Module,
+    batch: Any,
+    loss_of: Callable[[Any], Tensor],
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    planner: str | Callable[..., Schedule] = "auto",
+    *,
+    memory_budget: Budget | None = None,
+    batch_size: int | Literal["auto", "keep"] = "auto",
+    margin: float = 0.05,
+    objective: Literal["batch_size", "throughput"] = "batch_size",
+    max_overhead: float | None = None,
+    min_batch_size: int = 1,
+    max_batch_size: int | None = None,
+    multiple_of: int = 1,
+    modules: Sequence[Any] | None = None,
+    is_accumulating: bool = False,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    report_dir: str | Path | None = None,
+) -> Result:
+    """The batch size and plan that fit, executed within the budget; the module is rewritten by the plan.
+
+    The same search as `Rematerialization`: candidates are planned, and the chosen one runs two real steps with
+    backward and optimizer. Everything that these change is put back. `restore(module)` undoes the rewriting, of every
+    submodule in `result.step.keys`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)))
+    >>> batch = torch.randn(8, 32)
+    >>> found = find_batch_size(module, batch, lambda x: module(x).sum(), planner="periodic", memory_budget="200%")
+    >>> found.batch_size > 2 * len(batch) and found.measured_peak_bytes <= found.budget_bytes
+    True
+
+    Args:
+        module: On its device, in training mode.
+        batch: One real batch, on the device; other sizes repeat or cut it along the leading dimension.
+        loss_of: The loss of a batch; calls `module`.
+        optimizers: Those that step after the backward; their state and step are part of the peak.
+        planner: A name of `PLANNERS`, or a function.
+        memory_budget: See `Rematerialization`, as for the following ones.
+        batch_size: See there.
+        margin: See there.
+        objective: See there.
+        max_overhead: See there.
+        min_batch_size: See there.
+        max_batch_size: See there.
+        multiple_of: See there.
+        modules: See there.
+        is_accumulating: Whether gradients of several batches are summed before a step.
+        precision: The context in which the forward runs, such as `fabric.autocast`.
+        report_dir: Where report and plots go; None for none.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: An argument is wrong.
+        InfeasibleBudgetError: Nothing fits; the module is as it was.
+    """
+    settings = Settings(
+        planner=planner,
+        memory_budget=memory_budget,
+        batch_size=batch_size,
+        margin=margin,
+        objective=objective,
+        max_overhead=max_overhead,
+        min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size,
+        multiple_of=multiple_of,
+        modules=modules,
+    )
+    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    trial = PlainTrial(module, batch, loss_of, several, precision, modules, is_accumulating)
+    result, _ = find(trial, settings)
+    print_tables(result)
+    if report_dir is not None:
+        write_reports(result, Path(report_dir))
+    return result
+
+
+class PlainTrial:
+    """The training step of a hand-written loop as a `Trial`."""
+
+    num_devices: int = 1
+    most_samples: int | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        loss_of: Callable[[Any], Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        precision: Callable[[], AbstractContextManager[Any]],
+        modules: Sequence[Any] | None,
+        is_accumulating: bool,
+    ) -> None:
+        self.module, self.batch, self.loss_of = module, batch, loss_of
+        self.optimizers, self.modules, self.is_accumulating = optimizers, modules, is_accumulating
+        self._precision = precision
+        self.batch_size = batch_size_of(batch)
+        self._batch = self.batch_size, batch
+        self.device: torch.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    @contextmanager
+    def undone(self) -> Generator[None]:
+        """Nothing that the block does to module, optimizers or random states stays."""
+        with preserved([self.module], self.optimizers), torch.enable_grad():
+            yield
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The context in which the forward runs."""
+        return self._precision()
+
+    def batch_of(self, batch_size: int) -> Any:
+        """The batch, repeated or cut to that size."""
+        if self._batch[0] != batch_size:
+            self._batch = batch_size, resized(self.batch, batch_size)
+        return self._batch[1]
+
+    def look_through(self, batch_size: int) -> list[Call]:
+        """The regions' calls at that batch size, without a backward."""
+        with self.undone(), self.precision():
+            batch = self.batch_of(batch_size)
+            root = _Root(self.module) if self.modules is None else self.module
+            calls = find_calls(root, lambda: self.loss_of(batch), self.modules)
+        prefix = "module."
+        return [
+            Call(c.name.removeprefix(prefix) if c.module is not self.module else "", c.module, c.args, c.kwargs)
+            for c in calls
+        ]
+
+    def surroundings(self, calls: Sequence[Call], batch_size: int) -> Surroundings:
+        """What is alive beside the regions."""
+        batch = tensors_in(self.batch_of(batch_size))
+        with self.undone():
+            state_bytes, step_bytes = optimizer_footprint(self.module, self.optimizers, self.device)
+        return Surroundings(
+            resident_bytes=outside_bytes(self.module, calls, batch) + state_bytes,
+            optimizer_step_bytes=step_bytes + storage_bytes(batch),
+            is_accumulating=self.is_accumulating,
+        )
+
+    def measure(self, batch_size: int) -> int:
+        """The measured peak of two real steps with backward and optimizers, in bytes."""
+        peak_bytes = 0
+        with self.undone():
+            batch = self.batch_of(batch_size)
+            for i in range(STEPS_PER_TRIAL):
+                alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
+                with measure_peak(self.device, include=alive) as measured:
+                    self._step(batch, zero_grad=i == 0 or not self.is_accumulating)
+                peak_bytes = max(peak_bytes, measured.peak_bytes)
+        return peak_bytes
+
+    def _step(self, batch: Any, *, zero_grad: bool) -> None:
+        with self.precision():
+            loss = self.loss_of(batch)
+        if zero_grad:  # after the forward, as Lightning does: a loop that does it before needs less
+            for parameter in self.module.parameters():
+                parameter.grad = None
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """One process: what `compute` returns."""
+        return compute()
+
+    def least(self, value: int) -> int:
+        """One process: the value."""
+        return value
+
+
+class _Root(nn.Module):
+    """Stands above the module, so that the module itself is one of the submodules to choose from."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
