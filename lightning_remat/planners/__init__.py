@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..schedule import Schedule
+from .checkmate import plan_checkmate
 from .chen_cheap import plan_chen_cheap
 from .feng import plan_feng
 from .keep_all import plan_keep_all
@@ -16,6 +17,7 @@ PLANNERS: dict[str, Planner] = {
     "keep_all": plan_keep_all,
     "periodic": plan_periodic,
     "chen_cheap": plan_chen_cheap,
+    "checkmate": plan_checkmate,
     "feng": plan_feng,
 }
 """Name → planner: `(graph, budget_bytes, *, options…) -> Schedule`, or `InfeasibleBudgetError`."""
