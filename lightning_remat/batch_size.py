@@ -255,6 +255,14 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
     )
 
 
+def lowest_peak(settings: Settings, error: InfeasibleBudgetError) -> Settings:
+    """The settings that ask for what is possible: the smallest size allowed, at hardly more than its lowest peak."""
+    size = settings.batch_size
+    if size == "auto":
+        size = -(-settings.min_batch_size // settings.multiple_of) * settings.multiple_of
+    return replace(settings, batch_size=size, memory_budget=int(error.minimum_bytes * 1.02), max_overhead=None)
+
+
 def _measure(trial: Trial, size: int) -> int:
     """The most that any rank measured; `_OUT_OF_MEMORY` if one ran out of it."""
     try:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .batch_resizing import batch_size_of, has_batch_dimension
-from .batch_size import find
+from .batch_size import find, lowest_peak
 from .budget import Budget
 from .errors import InfeasibleBudgetError
 from .footprint import optimizer_tensors, tensors_in
@@ -142,10 +142,13 @@ class Rematerialization(Callback):
             try:
                 result, modules = find(trial, self.settings)
             except InfeasibleBudgetError as error:
-                if self.settings.on_infeasible != "plain":
+                if self.settings.on_infeasible == "raise":
                     raise
-                rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
-                return
+                if self.settings.on_infeasible == "plain":
+                    rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
+                    return
+                rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
+                result, modules = find(trial, lowest_peak(self.settings, error))
         self._undo.append(lambda: uninstall(modules))
         if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
             apply_batch_size(trainer, result.batch_size, self.settings)
