@@ -25,8 +25,9 @@ def test_digits_are_those_of_scikit_learn_split_without_overlap():
     data = ready(Digits(image_size=8, channels=1))
     parts = [data.train_set, data.validation_set, data.test_set]
     assert [len(part) for part in parts] == [1257, 180, 360]
-    pixels = torch.cat([part.tensors[0] for part in parts]).flatten(1).double().numpy()
-    labels = torch.cat([part.tensors[1] for part in parts]).numpy()
+    samples = [sample for part in parts for sample in part]
+    pixels = torch.stack([image for image, _ in samples]).flatten(1).double().numpy()
+    labels = torch.stack([label for _, label in samples]).numpy()
     originals, classes = load_digits(return_X_y=True)
     scale, shift = np.polyfit([pixels.min(), pixels.max()], [0, 16], 1)
     found = sorted(
@@ -39,6 +40,24 @@ def test_digits_enlarge_and_repeat_channels():
     images, _ = next(iter(ready(Digits(batch_size=5, image_size=20, channels=3)).train_dataloader()))
     assert images.shape == (5, 3, 20, 20)
     assert torch.equal(images[:, 0], images[:, 2])
+
+
+def test_training_digits_move_and_test_digits_do_not():
+    still, moving = ready(Digits(image_size=12)), ready(Digits(image_size=12, shift=2))
+    torch.manual_seed(0)
+    offsets = set()
+    for _ in range(200):
+        image, label = moving.train_set[5]
+        original, same = still.train_set[5]
+        assert label == same
+        offsets |= {
+            (dy, dx)
+            for dy in range(-2, 3)
+            for dx in range(-2, 3)
+            if torch.equal(image[:, 2:-2, 2:-2], original[:, 2 + dy : 10 + dy, 2 + dx : 10 + dx])
+        }
+    assert offsets == {(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)}
+    assert all(torch.equal(moving.test_set[i][0], still.test_set[i][0]) for i in range(20))
 
 
 @pytest.mark.parametrize(

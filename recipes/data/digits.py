@@ -6,9 +6,33 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data.loaders import evaluation_loader, training_loader
+
+
+class ShiftedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images moved by a random distance in both directions, anew at every reading; their edges are continued.
+
+    Args:
+        images: shape (n, channels, height, width).
+        targets: shape (n,).
+        num_pixels: the farthest distance.
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor, num_pixels: int) -> None:
+        self.size = images.shape[2:]
+        self.padded = functional.pad(images, [num_pixels] * 4, mode="replicate")
+        self.targets = targets
+        self.num_pixels = num_pixels
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        top, left = torch.randint(2 * self.num_pixels + 1, (2,)).tolist()
+        height, width = self.size
+        return self.padded[index, :, top : top + height, left : left + width], self.targets[index]
 
 
 class Digits(LightningDataModule):
@@ -17,17 +41,25 @@ class Digits(LightningDataModule):
     Args:
         batch_size: samples a batch; read whenever a loader is made.
         image_size: side of the images in pixels; the 8 x 8 originals are enlarged bilinearly.
+        shift: farthest distance in pixels by which training images are moved at random.
         channels: the grey image is repeated so often (torchvision's networks want 3).
         num_workers: worker processes a loader.
         seed: of the split.
     """
 
     def __init__(
-        self, batch_size: int = 64, image_size: int = 8, channels: int = 3, num_workers: int = 0, seed: int = 0
+        self,
+        batch_size: int = 64,
+        image_size: int = 8,
+        shift: int = 0,
+        channels: int = 3,
+        num_workers: int = 0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.image_size = image_size
+        self.shift = shift
         self.channels = channels
         self.num_workers = num_workers
         self.seed = seed
@@ -43,11 +75,11 @@ class Digits(LightningDataModule):
         pixels = functional.interpolate(pixels, size, mode="bilinear", align_corners=False)
         targets = torch.from_numpy(labels).long()
 
-        def part(indices: list[int]) -> TensorDataset:
-            grey = pixels[indices]
-            return TensorDataset(grey.expand(-1, self.channels, -1, -1), targets[indices])  # channels share storage
+        def part(indices: list[int]) -> tuple[Tensor, Tensor]:
+            return pixels[indices].expand(-1, self.channels, -1, -1), targets[indices]  # channels share their storage
 
-        self.train_set, self.validation_set, self.test_set = part(train), part(validation), part(test)
+        self.train_set = ShiftedImages(*part(train), self.shift)
+        self.validation_set, self.test_set = TensorDataset(*part(validation)), TensorDataset(*part(test))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return training_loader(self.train_set, self.batch_size, self.num_workers)
