@@ -59,7 +59,7 @@ def _search(graph, is_ordered, budget_bytes, combine):
 class _Rules:
     def __init__(self, graph: Graph, is_ordered: bool) -> None:
         self.graph, self.is_ordered, self.count = graph, is_ordered, len(graph.nodes)
-        self.before, self.most = _gradients(graph)
+        self.before, self.most = gradient_constants(graph)
 
     def alive(self, state: State) -> int:
         graph = self.graph
@@ -112,7 +112,7 @@ class _Rules:
         )
 
 
-def _gradients(graph: Graph) -> tuple[list[int], list[int]]:
+def gradient_constants(graph: Graph) -> tuple[list[int], list[int]]:
     """Levels of gradients before and during each backward, read off the timeline of a step that keeps everything."""
     n = len(graph.nodes)
     actions = [Action("F", i) for i in range(n)]

@@ -1,0 +1,325 @@
+"""A step under a memory budget that evicts what is cheapest to lose: dynamic tensor rematerialization, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Graph
+from ..lowering import reads
+from ..schedule import Action, ActionKind, Schedule
+from .gradient_levels import gradient_levels
+
+Ints = NDArray[np.int64]
+
+njit: Any = numba.njit(cache=True)
+
+_KINDS: tuple[ActionKind, ...] = ("F", "B", "D", "T")
+_RUN, _BACKWARD, _DROP, _DROP_TAPE = range(4)
+
+
+class Step(NamedTuple):
+    """A graph as arrays. Lists of nodes are one array `x` with `x_start[n]:x_start[n + 1]` for node n."""
+
+    roots: Ints
+    output_bytes: Ints
+    tape_bytes: Ints
+    workspace_bytes: Ints
+    seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    reads_start: Ints
+    reads: Ints
+    users_start: Ints
+    users: Ints
+    saved_start: Ints
+    saved: Ints
+    members_start: Ints  # of a root: itself and its views
+    members: Ints
+    is_output: NDArray[np.bool_]  # the caller holds it from its first run to its backward
+    before_bytes: Ints  # all that is alive besides outputs and tapes before the backward of a node
+    highest_bytes: Ints  # and at most during it
+    fixed_bytes: int
+
+
+def pack_step(graph: Graph) -> Step:
+    """The graph as arrays for `evict`."""
+    count = len(graph.nodes)
+    fixed = graph.input_bytes + graph.static_bytes
+    before, highest = gradient_levels(graph)
+    all_reads = [list(dict.fromkeys(reads(graph, n))) for n in range(count)]
+    users: list[list[int]] = [[] for _ in range(count)]
+    members: list[list[int]] = [[] for _ in range(count)]
+    for n in range(count):
+        members[graph.roots[n]].append(n)
+        for i in all_reads[n]:
+            users[i].append(n)
+    outputs = set(graph.outputs)
+    return Step(
+        np.array(graph.roots, np.int64),
+        _column(graph, "output_bytes"),
+        _column(graph, "tape_bytes"),
+        _column(graph, "forward_workspace_bytes"),
+        np.array([n.forward_seconds for n in graph.nodes]),
+        np.array([n.backward_seconds for n in graph.nodes]),
+        *_lists(all_reads),
+        *_lists(users),
+        *_lists(list(dict.fromkeys(n.saved)) for n in graph.nodes),
+        *_lists(members),
+        np.array([n in outputs for n in range(count)], np.bool_),
+        np.array(before, np.int64) + fixed,
+        np.array(highest, np.int64) + fixed,
+        fixed,
+    )
+
+
+def _column(graph: Graph, name: str) -> Ints:
+    return np.array([getattr(node, name) for node in graph.nodes], np.int64)
+
+
+def _lists(lists: Iterable[list[int]]) -> tuple[Ints, Ints]:
+    listed = list(lists)
+    start = np.zeros(len(listed) + 1, np.int64)
+    start[1:] = np.cumsum([len(x) for x in listed])
+    return start, np.array([i for x in listed for i in x], np.int64)
+
+
+def evict(step: Step, budget_bytes: int, most_runs: int) -> Schedule | None:
+    """The step as dynamic tensor rematerialization executes it within the budget, or None where it fails.
+
+    An operation first brings back the inputs that it misses, each in turn by the same rule, and holds them meanwhile.
+    Where memory is short, the resident value with the least cost / (size · staleness) goes until it suffices: cost
+    is the time to run it and its evicted neighborhood again (evicted ancestors that it would need and evicted
+    descendants that would need it), staleness the time since its last use. What nothing refers to any more goes at
+    once.
+
+    Args:
+        step: The graph.
+        budget_bytes: Memory that no action may exceed.
+        most_runs: Runs after which the attempt counts as failed: eviction may thrash.
+
+    Reference: Kirisame et al. 2021, section 2 and Algorithm 1 (h_DTR with e*, eager eviction).
+    """
+    count = len(step.roots)
+    state = _State(
+        output=np.zeros(count, np.bool_),
+        tape=np.zeros(count, np.bool_),
+        locks=np.zeros(count, np.int64),
+        references=np.bincount(
+            np.concatenate([step.roots[step.reads], step.roots[step.saved]]), minlength=count
+        ).astype(np.int64),
+        used=np.zeros((count, 2)),
+        mark=np.zeros(count, np.int64),
+        found=np.zeros(count + 1, np.int64),
+        stack=np.zeros(count + 1, np.int64),
+        place=np.zeros(count + 1, np.int64),
+        # Every drop follows a run that made the value; a run makes one output and one tape.
+        actions=np.zeros((3 * most_runs + count, 2), np.int64),
+        number=np.array([0, 0, 0, 0, -1, 0, count]),
+        clock=np.zeros(1),
+    )
+    if not _evict(step, state, budget_bytes, most_runs):
+        return None
+    pairs: list[list[int]] = state.actions[: state.number[_ACTIONS]].tolist()
+    return Schedule(tuple(Action(_KINDS[kind], n) for kind, n in pairs))
+
+
+class _State(NamedTuple):
+    """What changes as the step is executed; numbers live in `number`, so that functions may change them."""
+
+    output: NDArray[np.bool_]  # whether the output of a node is resident
+    tape: NDArray[np.bool_]
+    locks: Ints  # of a root's storage: operations under way that read it, and the caller
+    references: Ints  # of a root: first runs and backwards to come that read it or a view of it
+    used: NDArray[np.float64]  # [n, 2] time of the last use of output and tape
+    mark: Ints  # of a node: the search that met it last
+    found: Ints  # stack of that search
+    stack: Ints  # operations under way, each for the one before
+    place: Ints  # how many of its inputs an operation under way has locked
+    actions: Ints  # [.., 2] kind and node
+    number: Ints  # _ALIVE bytes, _ACTIONS, _RUNS, _SEARCH, _TAPE that is locked, _RAN: nodes before this have run,
+    # _LEFT: nodes from here on are done with
+    clock: NDArray[np.float64]
+
+
+_ALIVE, _ACTIONS, _RUNS, _SEARCH, _TAPE, _RAN, _LEFT = range(7)
+
+
+@njit
+def _record(state: Any, kind: int, node: int) -> None:
+    state.actions[state.number[_ACTIONS], 0] = kind
+    state.actions[state.number[_ACTIONS], 1] = node
+    state.number[_ACTIONS] += 1
+
+
+@njit
+def _drop_output(step: Any, state: Any, root: int) -> None:
+    """The storage goes, and with it all views of it."""
+    state.number[_ALIVE] -= step.output_bytes[root]
+    for p in range(step.members_start[root], step.members_start[root + 1]):
+        if state.output[step.members[p]]:
+            state.output[step.members[p]] = False
+            _record(state, _DROP, step.members[p])
+
+
+@njit
+def _drop_tape(step: Any, state: Any, node: int) -> None:
+    state.number[_ALIVE] -= step.tape_bytes[node]
+    state.tape[node] = False
+    _record(state, _DROP_TAPE, node)
+
+
+@njit
+def _drop_unreferenced(step: Any, state: Any, root: int) -> None:
+    if state.references[root] == 0 and state.locks[root] == 0 and state.output[root]:
+        _drop_output(step, state, root)
+
+
+@njit
+def _neighborhood_seconds(step: Any, state: Any, node: int) -> float:
+    """Time to run a node and its evicted neighborhood: ancestors missing, and descendants missing that have run."""
+    state.number[_SEARCH] += 1
+    search = state.number[_SEARCH]
+    cost = step.seconds[node]
+    state.mark[node] = search
+    for downward in range(2):
+        near = step.users if downward else step.reads
+        near_start = step.users_start if downward else step.reads_start
+        size = 1
+        state.found[0] = node
+        while size > 0:
+            size -= 1
+            k = state.found[size]
+            for p in range(near_start[k], near_start[k + 1]):
+                i = near[p]
+                has_run = i < state.number[_RAN] and i < state.number[_LEFT]
+                if has_run and not state.output[i] and state.mark[i] != search:
+                    state.mark[i] = search
+                    cost += step.seconds[i]
+                    state.found[size] = i
+                    size += 1
+    return cost
+
+
+@njit
+def _make_room(step: Any, state: Any, need_bytes: int, busy: int) -> bool:
+    """Evicts until no more than `need_bytes` are alive; False where nothing is left to evict.
+
+    The tape of `busy`, which is about to run, stays.
+    """
+    while state.number[_ALIVE] > need_bytes:
+        best, is_tape, least = -1, False, np.inf
+        for v in range(len(step.roots)):
+            if state.output[v] and step.roots[v] == v and state.locks[v] == 0 and step.output_bytes[v] > 0:
+                cost = _neighborhood_seconds(step, state, v)
+                score = cost / (step.output_bytes[v] * (state.clock[0] - state.used[v, 0] + _INSTANT))
+                if score < least:
+                    best, is_tape, least = v, False, score
+            if state.tape[v] and v != state.number[_TAPE] and v != busy:
+                cost = _neighborhood_seconds(step, state, v)
+                score = cost / (step.tape_bytes[v] * (state.clock[0] - state.used[v, 1] + _INSTANT))
+                if score < least:
+                    best, is_tape, least = v, True, score
+        if best < 0:
+            return False
+        if is_tape:
+            _drop_tape(step, state, best)
+        else:
+            _drop_output(step, state, best)
+    return True
+
+
+_INSTANT = 1e-12  # seconds, so that what was used just now has a score
+
+
+@njit
+def _bring(step: Any, state: Any, goal: int, room_bytes: int, most_runs: int, is_first: bool) -> bool:
+    """Runs `goal` once all its inputs are there, by the same rule; False where memory or runs do not suffice."""
+    state.stack[0], state.place[0] = goal, 0
+    depth = 1
+    while depth > 0:
+        k = state.stack[depth - 1]
+        start, stop = step.reads_start[k], step.reads_start[k + 1]
+        if start + state.place[depth - 1] < stop:
+            i = step.reads[start + state.place[depth - 1]]
+            if state.output[i]:
+                state.locks[step.roots[i]] += 1
+                state.place[depth - 1] += 1
+            else:
+                state.stack[depth], state.place[depth] = i, 0
+                depth += 1
+            continue
+        need = step.output_bytes[k] + step.tape_bytes[k] + step.workspace_bytes[k]
+        state.locks[step.roots[k]] += 1
+        if state.number[_RUNS] == most_runs or not _make_room(step, state, room_bytes - need, k):
+            return False
+        state.number[_RUNS] += 1
+        state.clock[0] += step.seconds[k]
+        _record(state, _RUN, k)
+        if not state.output[k]:
+            state.output[k] = True
+            state.number[_ALIVE] += step.output_bytes[k]
+        if not state.tape[k] and step.tape_bytes[k] > 0:
+            state.tape[k] = True
+            state.number[_ALIVE] += step.tape_bytes[k]
+        state.used[step.roots[k], 0] = state.used[k, 1] = state.clock[0]
+        depth -= 1
+        if depth > 0:  # the lock on the output passes to the operation that asked for it
+            state.place[depth - 1] += 1
+        elif is_first and not step.is_output[k]:
+            state.locks[step.roots[k]] -= 1  # else it passes to the caller, or to the backward that asked
+        for p in range(start, stop):
+            root = step.roots[step.reads[p]]
+            state.locks[root] -= 1
+            state.used[root, 0] = state.clock[0]
+            if is_first and depth == 0:
+                state.references[root] -= 1
+            _drop_unreferenced(step, state, root)
+    _drop_unreferenced(step, state, step.roots[goal])
+    return True
+
+
+@njit
+def _evict(step: Any, state: Any, budget_bytes: int, most_runs: int) -> bool:
+    count = len(step.roots)
+    for m in range(count):
+        state.number[_RAN], state.number[_LEFT] = m, count
+        if not _bring(step, state, m, budget_bytes - step.fixed_bytes, most_runs, True):
+            return False
+    state.number[_RAN] = count
+    for m in range(count - 1, -1, -1):
+        state.number[_LEFT] = m + 1
+        room = budget_bytes - step.before_bytes[m]
+        start, stop = step.saved_start[m], step.saved_start[m + 1]
+        if step.tape_bytes[m] > 0:
+            if not state.tape[m]:
+                if not _bring(step, state, m, room, most_runs, False):
+                    return False
+                state.locks[step.roots[m]] -= 1
+                _drop_unreferenced(step, state, step.roots[m])
+            state.number[_TAPE] = m
+        for p in range(start, stop):
+            if state.output[step.saved[p]]:
+                state.locks[step.roots[step.saved[p]]] += 1
+            elif not _bring(step, state, step.saved[p], room, most_runs, False):
+                return False
+        if not _make_room(step, state, budget_bytes - step.highest_bytes[m], m):
+            return False
+        _record(state, _BACKWARD, m)
+        state.clock[0] += step.backward_seconds[m]
+        if step.tape_bytes[m] > 0:
+            _drop_tape(step, state, m)
+        if step.is_output[m]:
+            state.locks[step.roots[m]] -= 1
+        for p in range(start, stop):
+            root = step.roots[step.saved[p]]
+            state.locks[root] -= 1
+            state.references[root] -= 1
+            state.used[root, 0] = state.clock[0]
+        for p in range(start, stop):
+            _drop_unreferenced(step, state, step.roots[step.saved[p]])
+        _drop_unreferenced(step, state, step.roots[m])
+    return True
