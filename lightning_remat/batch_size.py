@@ -62,7 +62,7 @@ class _Search:
         """The budget of the step in bytes; a percentage is of the plain step as the loader has it."""
         wanted, margin = self.settings.memory_budget, self.settings.margin
         if wanted is None:
-            return int(self.free_bytes * (1 - margin))
+            return int(self.free_bytes * (1 - margin))  # what is alive already is in the budget, and counted as free
         if isinstance(wanted, float):
             return parse_budget(wanted, plain_peak_bytes=0, device_bytes=int(self.total_bytes * (1 - margin)))
         plain = self.plain_peak(size if len(self.sizes) == 1 else self.trial.batch_size)
@@ -204,7 +204,7 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
         InfeasibleBudgetError: Nothing fits. Nothing is installed then, as on any other error.
     """
     free_bytes, total_bytes = device_memory(trial.device)
-    free_bytes = trial.least(free_bytes)
+    free_bytes = trial.least(free_bytes + trial.alive_bytes())
     sizes = sizes_to_consider(trial, settings)
     search = _Search(trial, settings, sizes, _model(trial, sizes), free_bytes, trial.least(total_bytes))
     good: tuple[Result, list[Call], list[nn.Module]] | None = None

@@ -28,6 +28,13 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s._cdata: s.nbytes() for s in storages if s is not None}  # pyright: ignore[reportPrivateUsage]
 
 
+def alive_bytes(module: nn.Module, device: torch.device) -> int:
+    """Bytes alive on the device: what CUDA's allocator counts, on the CPU the module's parameters and buffers."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return storage_bytes([*module.parameters(), *module.buffers()])
+
+
 def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors of the optimizers' states."""
     return [t for optimizer in optimizers for t in tensors_in(list(cast(Any, optimizer.state).values()))]

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from .batch_resizing import batch_size_of, has_batch_dimension, resized
-from .footprint import optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
+from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
 from .lightning_private import (
     gradient_scaler,
     on_device,
@@ -113,6 +113,10 @@ class LightningTrial:
         if self.effective_batch_size is None:
             return self.trainer.accumulate_grad_batches
         return self.effective_batch_size // (batch_size * self.num_devices)
+
+    def alive_bytes(self) -> int:
+        """Bytes on the device before the search, which count in the budget and are not free."""
+        return alive_bytes(self.trainer.lightning_module, self.device)
 
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on rank 0, on every rank; its error likewise."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .batch_resizing import batch_size_of, resized
 from .batch_size import find
 from .budget import Budget
-from .footprint import optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
+from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
 from .meter import measure_peak
 from .preserve import preserved
 from .regions import Call, find_calls
@@ -191,6 +191,10 @@ class PlainTrial:
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def alive_bytes(self) -> int:
+        """Bytes on the device before the search, which count in the budget and are not free."""
+        return alive_bytes(self.module, self.device)
 
     def share(self, compute: Callable[[], T]) -> T:
         """One process: what `compute` returns."""

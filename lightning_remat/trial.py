@@ -56,6 +56,10 @@ class Trial(Protocol):
         """The measured peak of `STEPS_PER_TRIAL` real steps with backward and optimizer, in bytes."""
         ...
 
+    def alive_bytes(self) -> int:
+        """Bytes on the device before the search, which count in the budget and are not free."""
+        ...
+
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on rank 0, on every rank; its error likewise."""
         ...

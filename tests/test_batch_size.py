@@ -129,10 +129,8 @@ def test_batch_norm_at_one_sample_is_a_lower_limit() -> None:
     arguments: dict[str, Any] = {"planner": "periodic", "memory_budget": "1MiB", "max_batch_size": 1}
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         find_batch_size(net, torch.randn(4, 8), lambda x: net(x).sum(), **arguments)
-    assert (
-        find_batch_size(net, torch.randn(4, 8), lambda x: net(x).sum(), **{**arguments, "max_batch_size": 2}).batch_size
-        == 2
-    )
+    arguments["max_batch_size"] = 2
+    assert find_batch_size(net, torch.randn(4, 8), lambda x: net(x).sum(), **arguments).batch_size == 2
 
 
 def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
