@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..schedule import Schedule
-from .checkmate import plan_checkmate
 from .auto import plan_auto
+from .checkmate import plan_checkmate
 from .chen_cheap import plan_chen_cheap
 from .dtr import plan_dtr
 from .feng import plan_feng
+from .griewank import plan_revolve
 from .keep_all import plan_keep_all
 from .periodic import plan_periodic
+from .rotor import plan_rotor, plan_rotor_floating
 
 Planner = Callable[..., Schedule]
 
@@ -23,5 +25,8 @@ PLANNERS: dict[str, Planner] = {
     "checkmate": plan_checkmate,
     "dtr": plan_dtr,
     "feng": plan_feng,
+    "revolve": plan_revolve,
+    "rotor": plan_rotor,
+    "rotor_floating": plan_rotor_floating,
 }
 """Name → planner: `(graph, budget_bytes, *, options…) -> Schedule`, or `InfeasibleBudgetError`."""

@@ -42,8 +42,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def njit(function: _Function) -> _Function:
     """The function, compiled, the machine code kept on disk; its type is unchanged."""
-    decorate: Callable[[_Function], _Function] = numba.njit(cache=True, nogil=True)
-    return decorate(function)
+    compiled: Any = numba.njit(cache=True, nogil=True)
+    return compiled(function)
 
 
 class Problem(NamedTuple):

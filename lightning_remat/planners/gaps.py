@@ -36,8 +36,8 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
     nodes = problem.nodes
     rows = np.empty((4 * num_actions + 16, 4), np.int32)
     sizes = np.empty(4 * num_actions + 16, np.int64)
-    used = np.full(2 * count, -1, np.int32)  # step of the next use
-    made = np.full(2 * count, -1, np.int32)  # step of the next run, where no use comes before it
+    used: Small = np.full(2 * count, -1, np.int32)  # step of the next use
+    made: Small = np.full(2 * count, -1, np.int32)  # step of the next run, where no use comes before it
     found = 0
     for at in range(num_actions - 1, -1, -1):
         a, step = work.action[at], work.step[at]
@@ -130,9 +130,7 @@ def unbar(windows: Small, v: int, start: int, end: int) -> bool:
 
 
 @njit
-def try_gaps(
-    problem: Problem, windows: Small, work: Work, rows: Small, limit: int
-) -> tuple[Ints, Floats, Floats, int]:
+def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: int) -> tuple[Ints, Floats, Floats, int]:
     """What changing each gap over, by itself, would give: peak bytes, seconds, `excess_of` above `limit`.
 
     The last result is the number of actions replayed.

@@ -1,0 +1,49 @@
+"""The default planner: the whole trade-off of the graph by local search at the true peak, then a look-up."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..schedule import Schedule
+from ..simulator import simulate
+from .auto_front import build_front
+from .family import fastest_that_fits, infeasible
+from .fast_simulator import work_for
+from .windows import schedule_of
+
+
+def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedule:
+    """The fastest schedule known for the graph whose true peak is within the budget.
+
+    The first call for a graph builds its front: all schedules found between plain autograd and the lowest peak that
+    no other one beats in both peak and seconds. Every answer is looked up in it, so more budget is never slower,
+    whatever order budgets are asked in; the front does not depend on the budget, and its search is deterministic.
+    No optimum is proven; `explanation.explain` reports the gap to a lower bound.
+
+    A schedule is described by *absence windows* (see `fast_simulator`): any value may be dropped between any two of
+    its uses, forward or backward, once or repeatedly. The search goes down from plain autograd drop by drop, each
+    the one that frees the most bytes above the limit for a second; starts also from a dynamic program over positions
+    in the node order, which sees what single drops do not; holds again what fits; and perturbs and repairs the best
+    at every level until its effort is spent.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        effort: Multiple of the usual search (some seconds for a few hundred nodes).
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No schedule that was found fits; at exactly its `minimum_bytes` this succeeds.
+
+    Reference: the dynamic program extends Beaumont et al. 2024, Theorem 4.8 (Rotor).
+    """
+    if not graph.nodes:
+        return fastest_that_fits(graph, budget_bytes, [lower_kept(graph, ())], planner="auto")
+    problem, front = build_front(graph, effort)
+    found = front.within(budget_bytes)
+    schedule = schedule_of(graph, problem, front.windows(problem, found or 0), work_for(problem))
+    if found is None:
+        raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner="auto")
+    return schedule

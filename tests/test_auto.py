@@ -1,0 +1,140 @@
+"""`auto`: never slower than the others, monotone, deterministic, and exact about its floor."""
+
+import itertools
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from oracles.node_graphs import node_graphs, relu_chain
+
+from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
+from lightning_remat.lowering import lower_kept
+from lightning_remat.planners.auto import plan_auto
+from lightning_remat.planners.auto_front import build_front
+from lightning_remat.planners.floor import find_floor
+
+SMALL = 0.02  # effort
+
+
+def convolutions(count: int = 12) -> Graph:
+    """Convolution, batch norm and ReLU in turn, the convolution costly, the others cheap."""
+    nodes: list[Node] = []
+    for k in range(count):
+        above = (3 * k - 1,) if k else ()
+        nodes.append(Node(f"conv{k}", "conv2d", above, above, 100, 0, 10.0, 20.0, parameter_bytes=5))
+        nodes.append(Node(f"norm{k}", "batch_norm", (3 * k,), (3 * k,), 100, 2, 1.0, 2.0))
+        nodes.append(Node(f"relu{k}", "relu", (3 * k + 1,), (3 * k + 2,), 100, 0, 0.5, 1.0))
+    return Graph(tuple(nodes), input_bytes=50)
+
+
+def lowest_peak(graph: Graph) -> int:
+    """By exhaustive search over all absences of every value at the end of every step, one by one."""
+    from lightning_remat.planners.fast_simulator import no_windows, pack, replay, work_for
+    from lightning_remat.planners.gaps import bar
+
+    problem = pack(graph)
+    work, count = work_for(problem), len(graph.nodes)
+    steps = [(v, s) for v in range(count) for s in range(v, 2 * count - 1)]
+    best = 1 << 60
+    for absent in itertools.product((False, True), repeat=len(steps)):
+        windows = no_windows(problem)
+        if all(bar(windows, v, s, s + 1) for (v, s), gone in zip(steps, absent, strict=True) if gone):
+            best = min(best, replay(problem, windows, work)[0])
+    return best
+
+
+def budgets(graph: Graph, number: int) -> list[int]:
+    lowest = minimum(graph)
+    highest = simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes
+    return [lowest + (highest - lowest) * k // max(1, number - 1) for k in range(number)]
+
+
+def minimum(graph: Graph) -> int:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_auto(graph, -1, effort=SMALL)
+    return int(caught.value.minimum_bytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(node_graphs(most=9))
+def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
+    for budget in budgets(graph, 5):
+        ours = simulate(graph, plan_auto(graph, budget, effort=SMALL))
+        assert ours.peak_bytes <= budget
+        for name in ("keep_all", "periodic", "chen_cheap"):
+            with suppress(InfeasibleBudgetError):
+                assert ours.seconds <= simulate(graph, PLANNERS[name](graph, budget)).seconds + 1e-9, name
+
+
+@settings(max_examples=40, deadline=None)
+@given(node_graphs(most=9))
+def test_the_floor_is_exact(graph: Graph) -> None:
+    lowest = minimum(graph)
+    assert simulate(graph, plan_auto(graph, lowest, effort=SMALL)).peak_bytes == lowest
+    assert lowest >= find_floor(graph).bytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_auto(graph, lowest - 1, effort=SMALL)
+    assert caught.value.minimum_bytes == lowest
+    assert caught.value.node in {node.name for node in graph.nodes}
+
+
+@settings(max_examples=12, deadline=None)
+@given(node_graphs(least=3, most=3, views=False))
+def test_the_floor_is_that_of_exhaustive_search(graph: Graph) -> None:
+    graph = replace(graph, nodes=tuple(replace(node, tape_bytes=0) for node in graph.nodes), outputs=())
+    assert minimum(graph) == lowest_peak(graph)
+
+
+def test_more_budget_is_never_slower() -> None:
+    graph = convolutions()
+    seconds = [simulate(graph, plan_auto(graph, b, effort=SMALL)).seconds for b in range(minimum(graph), 4000, 7)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == simulate(graph, lower_kept(graph, range(len(graph.nodes)))).seconds
+
+
+def test_the_search_is_deterministic() -> None:
+    graph = convolutions(6)
+    first = build_front(graph, SMALL)[1]
+    build_front.cache_clear()
+    second = build_front(graph, SMALL)[1]
+    assert (first.peaks, first.seconds) == (second.peaks, second.seconds)
+
+
+def test_cheap_values_go_before_costly_ones() -> None:
+    graph = convolutions()
+    schedule = plan_auto(graph, budgets(graph, 20)[14], effort=SMALL)
+    runs = [action.node for action in schedule if action.kind == "F"]
+    again = {graph.nodes[n].kind for n in runs if runs.count(n) > 1}
+    assert again
+    assert "conv2d" not in again
+
+
+def test_a_long_chain_needs_about_logarithmic_memory() -> None:
+    """Repeated recomputation: single recomputations alone cannot go below 2 sqrt(n) values."""
+    assert minimum(relu_chain(100, 100)) <= 4 * 100
+    assert simulate(relu_chain(100), plan_auto(relu_chain(100), 1000, effort=SMALL)).recompute_seconds < 300
+
+
+def test_a_long_skip_is_dropped_within_the_forward() -> None:
+    """The skip of a U: between encoder and decoder nothing needs it, and there the peak lies."""
+    cost = {"forward_seconds": 1.0, "backward_seconds": 2.0}
+    nodes = [Node("skip", "conv2d", (), (), 100, **cost)]
+    for k in range(6):
+        size = (60, 200, 400, 200, 60, 20)[k]
+        workspace = 2000 if k == 2 else 0
+        nodes.append(Node(f"op{k}", "relu", (k,), (k + 1,), size, forward_workspace_bytes=workspace, **cost))
+    nodes.append(Node("join", "add", (0, 6), (), 100, **cost))
+    graph = Graph(tuple(nodes))
+    schedule = plan_auto(graph, minimum(graph), effort=SMALL)
+    first_backward = next(k for k, action in enumerate(schedule) if action.kind == "B")
+    assert sum(action == ("F", 0) for action in schedule.actions[:first_backward]) == 2
+
+
+def test_an_empty_graph_has_an_empty_schedule() -> None:
+    assert plan_auto(Graph((), input_bytes=3), 3) == Schedule(())
+
+
+def test_is_the_default_planner() -> None:
+    graph = convolutions(4)
+    assert plan(graph, 10_000, effort=SMALL).planner == "auto"
