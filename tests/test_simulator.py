@@ -1,0 +1,189 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_graphs import graphs, schedules
+
+from lightning_remat import Graph, Node, Schedule, ScheduleError, simulate
+from lightning_remat.lowering import apply_liveness
+
+
+def chain(*, count: int = 3, tape: int = 0) -> Graph:
+    """Operations of 10 bytes that save their own output (and a tape) and cost 1 and 2 seconds."""
+    nodes = (
+        Node(
+            f"n{i}",
+            inputs=(i - 1,) if i else (),
+            saved=(i,),
+            output_bytes=10,
+            tape_bytes=tape,
+            forward_seconds=1.0,
+            backward_seconds=2.0,
+        )
+        for i in range(count)
+    )
+    return Graph(tuple(nodes), input_bytes=1, static_bytes=2)
+
+
+def test_plain_step_by_hand() -> None:
+    simulation = simulate(chain(), Schedule.parse("F0 F1 F2 B2 D2 B1 D1 B0 D0"))
+    # 3 static; three outputs; at B2 the gradients of the outputs of 2 and of 1.
+    assert simulation.memory_bytes == (13, 23, 33, 53, 43, 43, 33, 23, 13)
+    assert simulation.peak_bytes == 53
+    assert (simulation.seconds, simulation.recompute_seconds) == (9.0, 0.0)
+
+
+def test_recomputation_costs_time_and_saves_memory() -> None:
+    simulation = simulate(chain(), Schedule.parse("F0 F1 D0 F2 D1 B2 D2 F0 F1 B1 D1 B0 D0"))
+    assert simulation.peak_bytes == 43
+    assert (simulation.seconds, simulation.recompute_seconds) == (11.0, 2.0)
+    assert simulation.recompute_overhead == pytest.approx(2 / 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "reason"),
+    [
+        ("F1", 0, "reads the output of node 0"),
+        ("F0 F0", 1, "resident already"),
+        ("F0 D1", 1, "not resident"),
+        ("F0 T0", 1, "it has no tape"),
+        ("F0 F1 F2 B1", 3, "backward of its user node 2"),
+        ("F0 F1 F2 D2 B2", 4, "reads the output of node 2"),
+        ("F0 F1 F2 B2 B2", 4, "run already"),
+        ("B0", 0, "has not run forward"),
+        ("F0 F1 F2 F3", 3, "no node 3"),
+        ("F0 F1 F2 B2 D2 B1 D1 B0", 8, "ends with the output of node 0"),
+        ("F0 F1 F2 B2 D2 B1 D1 D0", 8, "ends without the backward of node 0"),
+    ],
+)
+def test_every_rule_marks_the_action(text: str, position: int, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason) as caught:
+        simulate(chain(), Schedule.parse(text))
+    assert caught.value.position == position
+    line, carets, *_ = str(caught.value).splitlines()
+    words = text.split()
+    assert line[carets.index("^") :].split()[:1] == words[position : position + 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("F0 F1 F2 T2 B2", "reads its tape"),
+        ("F0 T0 T0", "tape is not resident"),
+        ("F0 F1 F2 B2 D2 B1 D1 B0 D0", "ends with the tape of node 0"),
+    ],
+)
+def test_tape_rules(text: str, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        simulate(chain(tape=5), Schedule.parse(text))
+
+
+def test_bringing_back_a_tape_makes_a_second_output_for_a_moment() -> None:
+    simulation = simulate(chain(count=1, tape=5), Schedule.parse("F0 T0 F0 B0 D0 T0"))
+    assert simulation.memory_bytes == (18, 18, 28, 28, 18, 8)
+
+
+def test_a_view_keeps_the_storage_it_views() -> None:
+    view = Node("v", inputs=(0,), storage_of=0)
+    graph = Graph((Node("a", output_bytes=10), view, Node("b", inputs=(1,), output_bytes=1)))
+    simulation = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 D2 B2 B1 B0"))
+    assert simulation.memory_bytes[:6] == (10, 10, 10, 11, 11, 1)
+
+
+def test_a_shared_gradient_takes_no_memory() -> None:
+    a, b = Node("a", output_bytes=10), Node("b", output_bytes=10)
+    total = Node("c", kind="add", inputs=(0, 1), output_bytes=10)
+    text = Schedule.parse("F0 F1 F2 D0 D1 D2 B2 B1 B0")
+    assert simulate(Graph((a, b, total)), text).memory_bytes[6:] == (30, 20, 10)
+    shared = replace(total, shares_gradient=(0, 1))
+    assert simulate(Graph((a, b, shared)), text).memory_bytes[6:] == (10, 10, 10)
+
+
+def test_a_second_contribution_is_added_to_the_first() -> None:
+    """Residual: node 0 feeds 1 and 2; when B1 contributes, the gradient that B2 made exists."""
+    nodes = (
+        Node("a", output_bytes=10),
+        Node("b", inputs=(0,), output_bytes=4),
+        Node("c", inputs=(0, 1), output_bytes=4),
+    )
+    text = Schedule.parse("F0 F1 F2 D0 D1 D2 B2 B1 B0")
+    # B2: its own 4, and 10 and 4 for a and b. B1: 10 for a, 4 its own, and 10 more before they are added.
+    assert simulate(Graph(nodes), text).memory_bytes[6:] == (18, 24, 10)
+
+
+def test_a_shared_gradient_is_not_added_to_in_place() -> None:
+    nodes = (
+        Node("a", output_bytes=10),
+        Node("b", inputs=(0,), output_bytes=10),
+        Node("c", inputs=(0, 1), output_bytes=10, shares_gradient=(0, 1)),
+        Node("d", inputs=(1,), output_bytes=1),
+        Node("e", inputs=(2, 3), output_bytes=1),
+    )
+    text = Schedule.parse("F0 F1 F2 F3 F4 D0 D1 D2 D3 D4 B4 B3 B2 B1 B0")
+    # At B2 b's gradient (10, from d) takes c's shared 10 in place. a holds c's gradient alone by then; B1 adds to it.
+    assert simulate(Graph(nodes), text).memory_bytes[10:] == (12, 21, 20, 30, 10)
+
+
+def test_elements_of_a_tuple_are_not_summed() -> None:
+    nodes = (
+        Node("split", output_bytes=10, num_outputs=2),
+        Node("x", inputs=(0,), storage_of=0, gradient_bytes=5),
+        Node("y", inputs=(0,), storage_of=0, gradient_bytes=5),
+        Node("add", inputs=(1, 2), output_bytes=5),
+    )
+    text = Schedule.parse("F0 F1 F2 F3 D0 D1 D2 D3 B3 B2 B1 B0")
+    assert simulate(Graph(nodes), text).memory_bytes[8:] == (15, 10, 10, 10)
+
+
+def test_parameter_gradients_fresh_and_kept() -> None:
+    graph = Graph((Node("a", output_bytes=10, parameter_bytes=7),))
+    text = Schedule.parse("F0 D0 B0")
+    assert simulate(graph, text).memory_bytes == (10, 10, 17)
+    assert simulate(graph, text, gradients="kept").memory_bytes == (17, 17, 24)
+    with pytest.raises(ValueError, match="fresh"):
+        simulate(graph, text, gradients="lost")  # type: ignore[arg-type]
+
+
+def test_nodes_without_gradients_make_none() -> None:
+    nodes = (Node("mask", output_bytes=10, gradient_bytes=0), Node("a", inputs=(0,), output_bytes=10))
+    assert simulate(Graph(nodes), Schedule.parse("F0 F1 D0 D1 B1 B0")).memory_bytes[4:] == (10, 0)
+
+
+def test_the_caller_holds_an_output_until_its_backward() -> None:
+    graph = Graph((Node("a", output_bytes=10), Node("b", inputs=(0,), output_bytes=10)), outputs=(1,))
+    assert simulate(graph, Schedule.parse("F0 F1 D0 D1 B1 B0")).memory_bytes == (10, 20, 20, 10, 30, 10)
+
+
+def test_a_fused_backward_releases_on_the_way_only_what_goes() -> None:
+    node = Node("a", saved=(0,), output_bytes=10, backward_workspace_bytes=10, backward_release_bytes=10)
+    assert simulate(Graph((node,)), Schedule.parse("F0 B0 D0")).memory_bytes[1] == 20
+    later = Graph((node, Node("b", inputs=(0,), output_bytes=10)))
+    assert simulate(later, Schedule.parse("F0 F1 D1 B1 B0 D0")).memory_bytes[4] == 20
+
+
+@given(st.data())
+def test_random_schedules_are_valid_and_consistent(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(schedules(graph))
+    simulation = simulate(graph, schedule)
+    assert simulation.peak_bytes == max(simulation.memory_bytes)
+    assert len(simulation.memory_bytes) == len(schedule)
+    assert simulation.memory_bytes[simulation.peak_position] == simulation.peak_bytes
+    runs = sum(graph.nodes[a.node].forward_seconds for a in schedule if a.kind == "F")
+    backwards = sum(n.backward_seconds for n in graph.nodes)
+    assert simulation.seconds == runs + backwards
+    assert simulation.recompute_seconds == runs - sum(n.forward_seconds for n in graph.nodes)
+    kept = simulate(graph, schedule, gradients="kept")
+    assert kept.peak_bytes >= simulation.peak_bytes
+
+
+@given(st.data())
+def test_liveness_never_costs_memory_or_time(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(schedules(graph))
+    before, tight = simulate(graph, schedule), apply_liveness(graph, schedule)
+    after = simulate(graph, tight)
+    assert after.peak_bytes <= before.peak_bytes
+    assert after.seconds == before.seconds
+    assert apply_liveness(graph, tight) == tight
