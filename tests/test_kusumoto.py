@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +10,20 @@ from oracles.lower_set_search import (
     every_sequence,
     lower_set_problems,
 )
+from oracles.node_graphs import node_graphs, relu_chain
 
-from lightning_remat import InfeasibleBudgetError
-from lightning_remat.planners.kusumoto import LowerSetProblem, cost, lower_sets, minimum_budget, solve
+from lightning_remat import Graph, InfeasibleBudgetError, Node, simulate
+from lightning_remat.planners.canonical import lower_sequence
+from lightning_remat.planners.kusumoto import (
+    LowerSetProblem,
+    cost,
+    lower_sets,
+    minimum_budget,
+    plan_kusumoto_approx,
+    plan_kusumoto_exact,
+    solve,
+)
+from lightning_remat.planners.storage_graph import merge_views
 
 FAMILIES = {"all": every_lower_set, "pruned": every_pruned_lower_set}
 
@@ -151,3 +164,104 @@ def test_unknown_options_are_refused():
         solve(chain(2), 9, objective="speed")
     with pytest.raises(ValueError, match="lower_sets is 'some'"):
         solve(chain(2), 9, lower_sets="some")
+
+
+PLANNERS = [
+    pytest.param(planner, objective, liveness, id=f"{planner.__name__}-{objective}-{'live' if liveness else 'parts'}")
+    for planner in (plan_kusumoto_exact, plan_kusumoto_approx)
+    for objective in ("time", "memory")
+    for liveness in (True, False)
+]
+
+
+def floor_of(planner, graph, **options):
+    with pytest.raises(InfeasibleBudgetError) as raised:
+        planner(graph, -1, **options)
+    return raised.value
+
+
+@pytest.mark.parametrize(("planner", "objective", "liveness"), PLANNERS)
+@settings(max_examples=25, deadline=None)
+@given(graph=node_graphs())
+def test_planner_succeeds_at_its_floor_and_not_below(planner, objective, liveness, graph):
+    options = {"objective": objective, "liveness": liveness}
+    floor = floor_of(planner, graph, **options)
+    assert floor.node in {node.name for node in graph.nodes}
+    schedule = planner(graph, floor.minimum_bytes, **options)
+    assert simulate(graph, schedule).peak_bytes == floor.minimum_bytes
+    runs = Counter(action.node for action in schedule if action.kind == "F")
+    assert max(runs.values()) <= 2
+    if floor.minimum_bytes:
+        with pytest.raises(InfeasibleBudgetError):
+            planner(graph, floor.minimum_bytes - 1, **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=node_graphs())
+def test_more_budget_is_never_slower_and_ample_budget_recomputes_nothing(graph):
+    for planner in (plan_kusumoto_exact, plan_kusumoto_approx):
+        least = floor_of(planner, graph).minimum_bytes
+        seconds = [simulate(graph, planner(graph, least + extra)).seconds for extra in (0, 1, 2, 4, 8, 16, 1000)]
+        assert seconds == sorted(seconds, reverse=True)
+        assert simulate(graph, planner(graph, 10**9)).recompute_seconds == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=node_graphs())
+def test_exact_never_loses_to_approx(graph):
+    least = floor_of(plan_kusumoto_approx, graph).minimum_bytes
+    for extra in (0, 3, 9):
+        exact = simulate(graph, plan_kusumoto_exact(graph, least + extra))
+        assert exact.seconds <= simulate(graph, plan_kusumoto_approx(graph, least + extra)).seconds
+
+
+@pytest.mark.parametrize("count", [16, 64, 144])
+def test_planner_needs_about_the_root_of_the_memory_of_a_chain(count):
+    graph = relu_chain(count)
+    for planner in (plan_kusumoto_exact, plan_kusumoto_approx):
+        least = floor_of(planner, graph, objective="memory").minimum_bytes
+        assert least <= (2 * count**0.5 + 4) * graph.nodes[0].output_bytes
+
+
+def test_without_liveness_values_stay_until_their_part_ends():
+    graph = relu_chain(6)
+    storages = merge_views(graph)
+    parts = [frozenset(range(3)), frozenset(range(6))]
+    whole = lower_sequence(graph, storages, parts, liveness=False, keeps_last=False)
+    assert str(whole) == ("F0 F1 F2 D0 D1 F3 F4 F5 D3 D4 D5 F3 F4 F5 B5 B4 B3 D3 D4 D5 F0 F1 B2 B1 B0 D0 D1 D2")
+    live = lower_sequence(graph, storages, parts, liveness=True, keeps_last=False)
+    assert str(live).startswith("F0 F1 D0 F2 D1 F3 F4 D3 F5")
+    assert sum(simulate(graph, live).memory_bytes) < sum(simulate(graph, whole).memory_bytes)
+    assert simulate(graph, live).seconds == simulate(graph, whole).seconds
+
+
+def test_view_is_part_of_what_it_views():
+    relu = {"output_bytes": 100, "forward_seconds": 1.0, "backward_seconds": 1.0}
+    nodes = (
+        Node("a", inputs=(), saved=(0,), **relu),
+        Node("flat", inputs=(0,), storage_of=0, forward_seconds=0.5),
+        Node("b", inputs=(), saved=(2,), **relu),
+        Node("cut", inputs=(1, 2), storage_of=1),
+        Node("c", inputs=(3,), saved=(3, 4), tape_bytes=7, **relu),
+    )
+    storages = merge_views(Graph(nodes))
+    assert storages.owners == (0, 2, 4)
+    assert storages.place == (0, 0, 1, 0, 2)
+    assert storages.sizes == (100, 100, 107)
+    assert storages.seconds == (1.5, 1.0, 1.0)
+    assert set(storages.edges) == {(0, 2), (1, 2)}
+
+
+def test_many_independent_branches_narrow_the_search_and_say_so(caplog):
+    relu = {"output_bytes": 100, "forward_seconds": 1.0, "backward_seconds": 2.0}
+    branches = [Node(f"branch{n}", "relu", (), (n,), **relu) for n in range(16)]
+    graph = Graph((*branches, Node("sum", "sum", tuple(range(16)), (), **relu)))
+    schedule = plan_kusumoto_exact(graph, 10**6)
+    assert simulate(graph, schedule).recompute_seconds == 0
+    assert "more than 12000 lower sets" in caplog.text
+
+
+@pytest.mark.parametrize("planner", [plan_kusumoto_exact, plan_kusumoto_approx])
+def test_planner_refuses_an_unknown_objective(planner):
+    with pytest.raises(ValueError, match="objective is 'speed'"):
+        planner(relu_chain(3), 10**6, objective="speed")

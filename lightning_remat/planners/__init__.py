@@ -7,11 +7,14 @@ from collections.abc import Callable
 from ..schedule import Schedule
 from .auto import plan_auto
 from .checkmate import plan_checkmate
+from .chen import plan_chen
 from .chen_cheap import plan_chen_cheap
+from .chen_recursive import plan_chen_recursive
 from .dtr import plan_dtr
 from .feng import plan_feng
 from .griewank import plan_revolve
 from .keep_all import plan_keep_all
+from .kusumoto import plan_kusumoto_approx, plan_kusumoto_exact
 from .periodic import plan_periodic
 from .rotor import plan_rotor, plan_rotor_floating
 
@@ -21,10 +24,14 @@ PLANNERS: dict[str, Planner] = {
     "auto": plan_auto,
     "keep_all": plan_keep_all,
     "periodic": plan_periodic,
+    "chen": plan_chen,
     "chen_cheap": plan_chen_cheap,
+    "chen_recursive": plan_chen_recursive,
     "checkmate": plan_checkmate,
     "dtr": plan_dtr,
     "feng": plan_feng,
+    "kusumoto_exact": plan_kusumoto_exact,
+    "kusumoto_approx": plan_kusumoto_approx,
     "revolve": plan_revolve,
     "rotor": plan_rotor,
     "rotor_floating": plan_rotor_floating,

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ..errors import InfeasibleBudgetError
+from ..graph import Graph
+from ..schedule import Schedule
+from .canonical import lower_sequence
+from .family import fastest_that_fits
 from .lower_set_program import Objective, best_sequence, least_budget_units
 from .lower_set_table import LowerSetTable, tabulate
-from .lower_sets import MAXIMUM_LOWER_SETS, all_lower_sets, masks, members, pruned_lower_sets
+from .lower_sets import MAXIMUM_LOWER_SETS, all_lower_sets, masks, members, near_lower_sets, pruned_lower_sets
 from .lower_sets import LowerSetProblem as LowerSetProblem
+from .storage_graph import merge_views
+
+_log = logging.getLogger(__name__)
 
 Family = Literal["all", "pruned"]
 
@@ -121,8 +130,7 @@ def solve(
 
     Reference: Kusumoto et al. 2019, Algorithm 1; sections 4.2 to 4.4.
     """
-    if objective not in ("time", "memory"):
-        raise ValueError(f"objective is {objective!r}, expected 'time' or 'memory'")
+    _check_objective(objective)
     if not budget >= 0:
         raise ValueError(f"budget is {budget}, expected memory that is not negative")
     table = family_table(problem, lower_sets)
@@ -166,3 +174,133 @@ def _family(problem: LowerSetProblem, family: Family) -> list[int]:
             "independent: choose lower_sets='pruned'"
         )
     return found
+
+
+_MOST_LOWER_SETS = 12_000  # of which steps are then left out; of a narrowed family all steps are kept
+_MOST_NEAR_LOWER_SETS = 4_000
+_RESOLUTION = 3072  # the model of memory is cruder than that: what a schedule needs is for the simulator to say
+_NUM_BUDGETS = {"all": 8, "pruned": 32}
+
+
+def plan_kusumoto_exact(
+    graph: Graph, budget_bytes: int, *, objective: Objective = "time", liveness: bool = True
+) -> Schedule:
+    """The fastest canonical strategy that fits, of the best by equations (1) and (2) at several internal budgets.
+
+    ExactDP searches all lower sets of the graph's storages, ApproxDP's sequences are among the candidates too. Every
+    node is recomputed at most once. Equation (2) is taken in steps of 1/3072 of all memory; the true peak is the
+    simulator's. The candidates depend on the graph alone, so that more budget never makes the
+    answer slower. Where the graph has more than 12 000 lower sets (many independent branches), those nearest to the
+    execution order are searched, which is logged.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        objective: `"time"`: least overhead at each internal budget. `"memory"`: the most, the memory-centric strategy,
+            whose large parts liveness analysis shrinks well.
+        liveness: Whether values go right after their last use, or with their part.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: None of these strategies fits.
+        ValueError: An unknown objective.
+
+    Reference: Kusumoto et al. 2019, sections 4.2 and 4.4, Algorithm 1.
+    """
+    _check_objective(objective)
+    candidates = (
+        *_strategies(graph, "pruned", objective, liveness),
+        *_strategies(graph, "all", objective, liveness),
+    )
+    return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_exact")
+
+
+def plan_kusumoto_approx(
+    graph: Graph, budget_bytes: int, *, objective: Objective = "time", liveness: bool = True
+) -> Schedule:
+    """The fastest canonical strategy over pruned lower sets that fits, of the best at several internal budgets.
+
+    As `plan_kusumoto_exact`, in a fraction of its time: there are no more pruned lower sets than nodes.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        objective: `"time"` (time-centric) or `"memory"` (memory-centric).
+        liveness: Whether values go right after their last use, or with their part.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: None of these strategies fits.
+        ValueError: An unknown objective.
+
+    Reference: Kusumoto et al. 2019, sections 4.3 and 4.4.
+    """
+    _check_objective(objective)
+    candidates = _strategies(graph, "pruned", objective, liveness)
+    return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_approx")
+
+
+def _check_objective(objective: str) -> None:
+    if objective not in ("time", "memory"):
+        raise ValueError(f"objective is {objective!r}, expected 'time' or 'memory'")
+
+
+@lru_cache(maxsize=8)
+def _strategies(graph: Graph, family: Family, objective: Objective, liveness: bool) -> tuple[Schedule, ...]:
+    """The canonical strategies of the best sequences, each with its last part kept and not."""
+    storages = merge_views(graph)
+    total = max(1, sum(storages.sizes))
+    memories = tuple(round(size * _RESOLUTION / total) for size in storages.sizes)
+    problem = LowerSetProblem(storages.seconds, memories, storages.edges)
+    schedules: dict[Schedule, None] = {}
+    for sequence in _best_sequences(problem, _planning_table(problem, family), objective, _NUM_BUDGETS[family]):
+        for keeps_last in (True, False):
+            schedule = lower_sequence(graph, storages, sequence, liveness=liveness, keeps_last=keeps_last)
+            schedules.setdefault(schedule)
+    return tuple(schedules)
+
+
+def _planning_table(problem: LowerSetProblem, family: Family) -> LowerSetTable:
+    count = len(problem.times)
+    pruned = pruned_lower_sets(count, problem.edges)
+    if family == "pruned":
+        return tabulate(problem, pruned, is_complete=False)
+    found = all_lower_sets(count, problem.edges, limit=_MOST_LOWER_SETS)
+    if found is not None:
+        return tabulate(problem, found, is_complete=True)
+    near, window = near_lower_sets(count, problem.edges, _MOST_NEAR_LOWER_SETS)
+    _log.warning(
+        "kusumoto_exact: the graph has more than %d lower sets; searched are the %d within %s places of the execution "
+        "order and the pruned ones",
+        _MOST_LOWER_SETS,
+        len(near),
+        window,
+    )
+    merged = sorted({*near, *pruned}, key=lambda mask: (mask.bit_count(), mask))
+    return tabulate(problem, merged, is_complete=False)
+
+
+def _best_sequences(
+    problem: LowerSetProblem, table: LowerSetTable, objective: Objective, num_budgets: int
+) -> Iterator[list[frozenset[int]]]:
+    """One part of everything, and the best sequence at each of several budgets, dense at the low end.
+
+    The budgets run from the least one to that of the finest sequence in the order of the nodes, which recomputes no
+    more than any other: only nodes that nothing reads.
+    """
+    count = len(problem.times)
+    yield [frozenset(range(count))]
+    least = least_budget_units(table)
+    finest = cost(problem, [frozenset(range(size)) for size in range(1, count + 1)])
+    most = max(float(least), table.units_of(finest.peak))
+    found: set[tuple[int, ...]] = set()
+    for step in range(num_budgets):
+        rows = best_sequence(table, least + (most - least) * (step / num_budgets) ** 2, objective)
+        assert rows is not None, "the least budget suffices"
+        if tuple(rows) not in found:
+            found.add(tuple(rows))
+            yield [frozenset(members(table.masks[row])) for row in rows]

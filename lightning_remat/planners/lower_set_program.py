@@ -12,8 +12,8 @@ from .lower_set_table import LowerSetTable
 Objective = Literal["time", "memory"]
 
 # Finer grids cost memory (cells of all rows) and time (cells of all arcs), and save states.
-_MOST_CELLS, _FEWEST_CELLS, _CELL_ROWS, _CELL_ARCS = 8192, 128, 12e6, 4e9
-_ROUNDING = 1e-4
+_MOST_CELLS, _FEWEST_CELLS, _CELL_ROWS, _CELL_ARCS = 65536, 128, 24e6, 4e9
+_ROUNDING = 5e-5
 
 
 def best_sequence(table: LowerSetTable, budget_units: float, objective: Objective) -> list[int] | None:
@@ -42,7 +42,7 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
     width, bound = _bounds(table, gain, budget_units, least, most)
     floor, total = float(bound[0, 0]), table.total_time
     limited = (arcs.source, arcs.cached, gain, arcs.start, table.memory, table.beyond, budget_units, least, most)
-    share = 0.004
+    share = 0.0005
     while True:
         # The slack beyond the share covers the rounding of some thousand sums in single precision.
         limit = floor + (share + _ROUNDING) * total if share < 2 else np.inf
@@ -50,7 +50,7 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
         if begin[-2] < begin[-1]:
             return _trace(parent, begin, int(begin[-2] + np.argmin(t[begin[-2] :])))
         assert share < 2, "a feasible budget has a sequence"
-        share *= 1.6
+        share *= 2
 
 
 def _bounds(table: LowerSetTable, gain: Any, budget_units: float, least: Any, most: Any) -> tuple[float, Any]:
@@ -58,7 +58,8 @@ def _bounds(table: LowerSetTable, gain: Any, budget_units: float, least: Any, mo
     largest = min(float(most[:-1].max()), float(table.memory[-1]))  # the cache is part of V
     affordable = min(_CELL_ROWS / count, _CELL_ARCS / max(1, len(arcs.source)))
     num_cells = int(min(_MOST_CELLS, max(_FEWEST_CELLS, affordable)))
-    width = max(largest, 1.0) / (num_cells - 2)
+    num_cells = min(num_cells, int(largest) + 2)  # a cell for each unit makes the bound exact
+    width = max(1.0, largest / max(1, num_cells - 2))
     most = np.minimum(most, largest)
     most[count - 1] = np.inf
     bound = bounds(
