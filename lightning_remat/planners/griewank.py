@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ..chain import Chain, ChainSequence
+from ..graph import Graph
+from ..schedule import Schedule
 from .rotor_solver import solve_chain
+from .stage_search import SubFamily, plan_stages
 
 
 def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: bool = True) -> ChainSequence:
@@ -39,3 +42,30 @@ def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: boo
     """
     family = "inputs-only"
     return solve_chain(chain, budget, slots=slots, keeps_tapes=False, floating=floating, family=family)
+
+
+def plan_revolve(graph: Graph, budget_bytes: int, *, slots: int = 500, floating: bool = True) -> Schedule:
+    """The fastest schedule within the budget that keeps only inputs of the graph's stages between its phases.
+
+    The graph is cut at its articulation points; every stage but the last is recomputed right before its backward, as
+    far as that needs it. Cost: the dynamic program's, and some tens of simulations.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        slots: Slots of memory for chains too long to be planned in exact memory.
+        floating: As of `solve`.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No such schedule fits; carries the lowest simulated peak of the family and its node.
+        ValueError: `slots` is not positive.
+
+    Reference:
+        Griewank and Walther 2008, section 12.3; Beaumont et al. 2024, section 5.4 (`revolve`).
+    """
+    kinds = (False, True) if floating else (False,)
+    families = tuple(SubFamily(keeps_tapes=False, floating=kind) for kind in kinds)
+    return plan_stages(graph, budget_bytes, families=families, slots=slots, planner="revolve")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ..chain import Chain, ChainSequence
+from ..graph import Graph
+from ..schedule import Schedule
 from .rotor_solver import solve_chain
+from .stage_search import SubFamily, plan_stages
 
 
 def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: bool = False) -> ChainSequence:
@@ -40,3 +43,63 @@ def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: boo
     """
     family = "valid" if floating else "memory-persistent"
     return solve_chain(chain, budget, slots=slots, keeps_tapes=True, floating=floating, family=family)
+
+
+def plan_rotor(graph: Graph, budget_bytes: int, *, slots: int = 500) -> Schedule:
+    """The fastest schedule within the budget that a memory-persistent sequence of the graph's stages gives.
+
+    The graph is cut at its articulation points; between them, a stage is run as a whole, but for what a recomputation
+    need not make. Cost: the dynamic program's, and some tens of simulations.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        slots: Slots of memory for chains too long to be planned in exact memory.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No sequence fits; carries the lowest simulated peak of the family and its node.
+        ValueError: `slots` is not positive.
+
+    Reference:
+        Beaumont et al. 2024, section 4.4, Theorem 4.8.
+    """
+    return plan_stages(
+        graph,
+        budget_bytes,
+        families=(SubFamily(keeps_tapes=True, floating=False),),
+        floor_families=(SubFamily(keeps_tapes=False, floating=False),),
+        slots=slots,
+        planner="rotor",
+    )
+
+
+def plan_rotor_floating(graph: Graph, budget_bytes: int, *, slots: int = 500) -> Schedule:
+    """The fastest schedule within the budget that any sequence of the graph's stages gives; see `plan_rotor`.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        slots: Slots of memory for chains too long to be planned in exact memory.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No sequence fits; carries the lowest simulated peak of the family and its node.
+        ValueError: `slots` is not positive.
+
+    Reference:
+        Beaumont et al. 2024, section 4.3, Theorem 4.7.
+    """
+    both = (False, True)
+    return plan_stages(
+        graph,
+        budget_bytes,
+        families=tuple(SubFamily(keeps_tapes=True, floating=floating) for floating in both),
+        floor_families=tuple(SubFamily(keeps_tapes=False, floating=floating) for floating in both),
+        slots=slots,
+        planner="rotor_floating",
+    )

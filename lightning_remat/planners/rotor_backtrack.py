@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from .rotor_problem import all_threshold, move_threshold, row
+from .rotor_problem import all_threshold, move_threshold, rest_row, row
 from .rotor_slots import slots_of
 
 # Kinds of operation in the arrays of `walk`, and of the entry on its stack that is a state.
@@ -100,7 +100,7 @@ def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
         inner = value(table, row(p, s + 1, s + 1, last), m - slots_of(p.tape[s], slot))
         best, choice = p.forward_seconds[s] + p.backward_seconds[s] + inner, _FALL
     for u in range(t + 1, last + 1):
-        rest = value(table, row(p, s, t, u - 1), m)
+        rest = value(table, rest_row(p, s, t, u), m)
         if rest == np.inf:
             continue
         for k in p.bases[u, : p.num_bases[u]]:

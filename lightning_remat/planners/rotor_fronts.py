@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .rotor_problem import all_threshold, move_threshold, row
+from .rotor_problem import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
 
 # A step function is (memory ascending, makespan strictly descending): from memory[i] on, the makespan is seconds[i].
 
@@ -84,11 +84,16 @@ def fill_fronts(p: Any, memory: int, limit: int) -> Any:
         Beaumont et al. 2024, equations (1)-(7); the move of the floating activation is a step of its own.
     """
     n = p.num_stages
-    capacity = 4096
+    capacity = 4096 + n
     all_m = np.empty(capacity, dtype=np.int64)
     all_c = np.empty(capacity, dtype=np.float64)
     bounds = np.zeros((p.num_rows, 2), dtype=np.int64)
-    used = 0
+    used = n
+    for s in range(1, n + 1):
+        all_m[s - 1] = kept_leaf_threshold(p, s)
+        all_c[s - 1] = p.kept_leaf_seconds[s] + p.backward_seconds[s]
+        index = rest_row(p, s, s, s + 1)
+        bounds[index, 0], bounds[index, 1] = s - 1, s
     zero_m, zero_c = np.full(1, -(np.int64(1) << 61)), np.zeros(1)
     none_m, none_c = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
     for last in range(1, n + 1):
@@ -118,7 +123,7 @@ def fill_fronts(p: Any, memory: int, limit: int) -> Any:
                 if s == t and s == last:
                     if threshold <= stop:
                         best_m = np.full(1, threshold)
-                        best_c = np.full(1, p.forward_seconds[s] + p.backward_seconds[s])
+                        best_c = np.full(1, p.leaf_seconds[s] + p.backward_seconds[s])
                 elif s == t and p.keeps_tapes:
                     lo, hi = bounds[row(p, s + 1, s + 1, last)]
                     seconds = p.forward_seconds[s] + p.backward_seconds[s]
@@ -126,7 +131,7 @@ def fill_fronts(p: Any, memory: int, limit: int) -> Any:
                         all_m[lo:hi], all_c[lo:hi], p.tape[s], zero_m, zero_c, seconds, threshold, stop
                     )
                 for u in range(t + 1, last + 1):
-                    lo, hi = bounds[row(p, s, t, u - 1)]
+                    lo, hi = bounds[rest_row(p, s, t, u)]
                     new_m, new_c = _step_sum(
                         segments_m[u - s], segments_c[u - s], 0, all_m[lo:hi], all_c[lo:hi], 0.0, 0, stop
                     )

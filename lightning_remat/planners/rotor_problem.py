@@ -32,6 +32,8 @@ class StageMemory(NamedTuple):
         keep_peak: Most memory of `Fck` of a stage beyond its input and what is held.
         drop_peak: Most memory of `Fn` of a stage, its input counted, beyond what is held.
         fall_peak: Most memory of `Fall` of a stage beyond its input and what is held.
+        leaf_peak: The same of a `Fall` right before its `B`, which need not make what only the next stage reads.
+        kept_leaf_peak: The same where a^l was kept for the backward just done, and is there still.
         back_peak: Most memory of `B` of a stage beyond its input.
     """
 
@@ -41,6 +43,8 @@ class StageMemory(NamedTuple):
     keep_peak: IntArray
     drop_peak: IntArray
     fall_peak: IntArray
+    leaf_peak: IntArray
+    kept_leaf_peak: IntArray
     back_peak: IntArray
 
 
@@ -51,12 +55,14 @@ class Problem(NamedTuple):
         num_stages: L+1.
         output: As in `StageMemory`; so are `tape` to `back_peak`.
         forward_seconds: u_f.
+        leaf_seconds: The same of a `Fall` right before its `B`.
+        kept_leaf_seconds: The same where a^l is there still.
         backward_seconds: u_b.
         elapsed: Sums of `forward_seconds`: elapsed[e] - elapsed[s-1] runs s to e.
         run: run[s, e]: most memory beyond a^(s-1) and what is held that runs stages s to e, when a^(s-1) stays.
         tail: tail[s, e]: most memory beyond what is held in stages s+1 to e, when a^(s-1) has gone.
         state_row: The row of state (s, t, t) in a table, l - t rows before that of (s, t, l); -1 where none is.
-        num_rows: Rows in a table.
+        num_rows: Rows in a table; the last ones are those of `rest_row`.
         bases: bases[u, :num_bases[u]]: the s, ascending, for which there are states (s, u, .).
         num_bases: How many.
         ends: ends[s, :num_ends[s]]: the t, ascending, for which there are states (s, t, .).
@@ -70,8 +76,12 @@ class Problem(NamedTuple):
     held: IntArray
     keep_peak: IntArray
     fall_peak: IntArray
+    leaf_peak: IntArray
+    kept_leaf_peak: IntArray
     back_peak: IntArray
     forward_seconds: FloatArray
+    leaf_seconds: FloatArray
+    kept_leaf_seconds: FloatArray
     backward_seconds: FloatArray
     elapsed: FloatArray
     run: IntArray
@@ -117,17 +127,21 @@ def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, 
         keep_peak=output + forward,
         drop_peak=before + output + forward,
         fall_peak=tape + forward,
+        leaf_peak=tape + forward,
+        kept_leaf_peak=tape + forward,
         back_peak=output + before + tape + backward,
     )
-    forward_seconds = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
-    backward_seconds = np.array([0.0, *(s.backward_seconds for s in chain.stages)])
-    problem = assemble(memory, forward_seconds, backward_seconds, keeps_tapes=keeps_tapes, floating=floating)
+    forward = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
+    backward = np.array([0.0, *(s.backward_seconds for s in chain.stages)])
+    problem = assemble(memory, forward, forward, forward, backward, keeps_tapes=keeps_tapes, floating=floating)
     return problem, Scale(sizes, shift)
 
 
 def assemble(
     memory: StageMemory,
     forward_seconds: FloatArray,
+    leaf_seconds: FloatArray,
+    kept_leaf_seconds: FloatArray,
     backward_seconds: FloatArray,
     *,
     keeps_tapes: bool,
@@ -159,14 +173,18 @@ def assemble(
         held=memory.held,
         keep_peak=memory.keep_peak,
         fall_peak=memory.fall_peak,
+        leaf_peak=memory.leaf_peak,
+        kept_leaf_peak=memory.kept_leaf_peak,
         back_peak=memory.back_peak,
         forward_seconds=forward_seconds,
+        leaf_seconds=leaf_seconds,
+        kept_leaf_seconds=kept_leaf_seconds,
         backward_seconds=backward_seconds,
         elapsed=np.cumsum(forward_seconds),
         run=run,
         tail=tail,
         state_row=state_row,
-        num_rows=num_rows,
+        num_rows=num_rows + n,
         bases=bases,
         num_bases=num_bases,
         ends=ends,
@@ -208,9 +226,25 @@ def row(p: Any, s: int, t: int, last: int) -> Any:
 
 
 @njit(cache=True)
+def rest_row(p: Any, s: int, t: int, u: int) -> Any:
+    """The row of state (s, t, u - 1) after a kept activation has served the backwards down to u.
+
+    Where that is one `Fall` and `B`, the activation kept was a^s, and is there still: a row of its own.
+    """
+    return p.num_rows - p.num_stages + s - 1 if u == s + 1 else row(p, s, t, u - 1)
+
+
+@njit(cache=True)
+def kept_leaf_threshold(p: Any, s: int) -> Any:
+    """Memory for `Fall` and `B` of stage s where a^s is there still."""
+    return max(p.held[s] + p.kept_leaf_peak[s], p.back_peak[s])
+
+
+@njit(cache=True)
 def all_threshold(p: Any, s: int, last: int) -> Any:
     """m_all^(s,l) of Theorems 4.7 and 4.8: memory for `Fall` and `B` of stage s, with delta^l held by the former."""
-    return max(p.held[last] + p.fall_peak[s], p.back_peak[s])
+    fall = p.leaf_peak[s] if s == last else p.fall_peak[s]
+    return max(p.held[last] + fall, p.back_peak[s])
 
 
 @njit(cache=True)
@@ -229,6 +263,8 @@ def least_memory(p: Any) -> Any:
     infinite = np.int64(1) << 62
     need = np.full(p.num_rows, infinite, dtype=np.int64)
     segment = np.empty(n + 2, dtype=np.int64)
+    for s in range(1, n + 1):
+        need[rest_row(p, s, s, s + 1)] = kept_leaf_threshold(p, s)
     for last in range(1, n + 1):
         for s in range(last, 0, -1):
             # segment[u]: memory to run from a^(s-1) to the first kept activation and back down to stage u.
@@ -252,7 +288,7 @@ def least_memory(p: Any) -> Any:
                     inner = p.tape[s] + need[row(p, s + 1, s + 1, last)]
                     least = max(all_threshold(p, s, last), inner)
                 for u in range(t + 1, last + 1):
-                    least = min(least, max(segment[u], need[row(p, s, t, u - 1)]))
+                    least = min(least, max(segment[u], need[rest_row(p, s, t, u)]))
                 for r in p.bases[t, : p.num_bases[t]]:
                     if r > s and p.output[r - 1] > p.output[s - 1]:
                         grown = p.output[r - 1] - p.output[s - 1]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .rotor_problem import all_threshold, move_threshold, row
+from .rotor_problem import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
 
 # Slots looked at together: a few cache lines.
 _RUN = 64
@@ -69,6 +69,12 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
     table = np.empty((p.num_rows, stop), dtype=np.float64)
     first = np.empty(p.num_rows, dtype=np.int64)
     segment = np.empty(stop, dtype=np.float64)
+    for s in range(1, n + 1):
+        index = rest_row(p, s, s, s + 1)
+        lowest = slots_of(kept_leaf_threshold(p, s), slot)
+        table[index, :lowest] = np.inf
+        table[index, lowest:] = p.kept_leaf_seconds[s] + p.backward_seconds[s]
+        first[index] = min(lowest, stop)
     for last in range(1, n + 1):
         # From `plenty` on nothing need be recomputed, and the makespan is the plain one.
         plenty, plain = np.int64(0), 0.0
@@ -79,7 +85,7 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
                 if s == last
                 else max(slots_of(threshold, slot), slots_of(p.tape[s], slot) + plenty)
             )
-            plain += p.forward_seconds[s] + p.backward_seconds[s]
+            plain += (p.leaf_seconds[s] if s == last else p.forward_seconds[s]) + p.backward_seconds[s]
             own = table[row(p, s, s, last)]
             top = min(stop, plenty) if p.keeps_tapes or s == last else stop
             own[:top] = np.inf
@@ -114,13 +120,13 @@ def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
                         _add_shifted(segment, seconds, table[source], start, stop, shift)
                         continue
                     for t in p.ends[s, :num_rests]:
-                        rest = row(p, s, t, u - 1)
+                        rest = rest_row(p, s, t, u)
                         best = table[row(p, s, t, last)]
                         begin, end = max(start, first[rest]), top if t == s else stop
                         _add_segment(best, seconds, table[source], table[rest], begin, end, shift)
                 if is_shared:
                     for t in p.ends[s, :num_rests]:
-                        rest = row(p, s, t, u - 1)
+                        rest = rest_row(p, s, t, u)
                         best = table[row(p, s, t, last)]
                         begin, end = max(lowest, first[rest]), top if t == s else stop
                         _add_segment(best, 0.0, segment, table[rest], begin, end, 0)

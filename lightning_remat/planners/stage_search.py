@@ -1,0 +1,178 @@
+"""A chain planner on a graph: its sequences over all memories, judged by the simulator at the true peak."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..graph import Graph
+from ..schedule import Schedule
+from ..simulator import Simulation, simulate
+from ..stage_lowering import lower_sequence
+from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
+from .family import infeasible
+from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory, least_memory
+from .rotor_solver import Table, front_table, keep_all_sequence, sequence_at, slot_table
+
+# Up to so many states the makespans are step functions of exact memory, of at most so many steps.
+_MOST_EXACT_ROWS = 3000
+_MOST_STEPS = 400
+# So many makespans of a table are memory that a laptop has.
+_MOST_CELLS = 150_000_000
+
+# Sequences judged whatever the budget: the first ones, and so many spread over all.
+_NUM_FIRST, _NUM_SPREAD = 8, 14
+# Sequences judged beyond the boundary that bisection finds, and about the lowest peak.
+_NUM_BEYOND = 10
+
+Judged: TypeAlias = tuple[Simulation, Schedule]
+
+
+class SubFamily(NamedTuple):
+    """Sequences of one dynamic program: whether tapes are kept for later, and whether activations may float."""
+
+    keeps_tapes: bool
+    floating: bool
+
+
+def plan_stages(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    families: tuple[SubFamily, ...],
+    floor_families: tuple[SubFamily, ...] = (),
+    slots: int,
+    planner: str,
+) -> Schedule:
+    """The fastest schedule that fits the budget among some families' optimal sequences for every memory.
+
+    The dynamic program knows the stages' own memory by the simulator's rules, not what their schedules save when
+    they are written out. So the memory that it plans for is searched: each of its optimal sequences is a candidate, and
+    the simulated peak decides.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+        families: The sequences to choose from.
+        floor_families: More of them, tried where none of those fits.
+        slots: Slots of memory for long chains.
+        planner: Their name, for the error.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: No candidate fits; carries the lowest peak among them and the node that sets it.
+        ValueError: `slots` is not positive.
+    """
+    if slots < 1:
+        raise ValueError(f"slots is {slots}: pass a positive number")
+    if not graph.nodes:
+        return Schedule(())
+    stages = cut_stages(graph)
+    figures = tuple(stage_figures(graph, stage) for stage in stages)
+    lowest: list[Judged] = []
+    for group in (families, floor_families):
+        answers: list[Judged] = []
+        for family in group:
+            problem = stage_problem(graph, stages, figures, family)
+            judged = _judge_family(graph, budget_bytes, stages, problem, slots)
+            answers += [pair for pair in judged if pair[0].peak_bytes <= budget_bytes]
+            lowest.append(min(judged, key=lambda pair: pair[0].peak_bytes))
+        if answers:
+            return min(answers, key=lambda pair: (pair[0].seconds, pair[0].peak_bytes))[1]
+    simulation, schedule = min(lowest, key=lambda pair: pair[0].peak_bytes)
+    raise infeasible(graph, budget_bytes, schedule, simulation, planner=planner)
+
+
+def _judge_family(
+    graph: Graph, budget_bytes: int, stages: tuple[GraphStage, ...], problem: Problem, slots: int
+) -> list[Judged]:
+    """Simulations of a family's sequences: of the fastest that fits where one does, else of the lowest peak."""
+    table, memories = makespans_by_memory(problem, slots)
+    last = len(memories)
+    judged: dict[int, Judged] = {}
+
+    def judge(index: int) -> int:
+        if index not in judged:
+            is_last = index == last
+            sequence = keep_all_sequence(problem) if is_last else sequence_at(problem, table, memories[index])
+            schedule = lower_sequence(graph, stages, sequence)
+            judged[index] = simulate(graph, schedule), schedule
+        return judged[index][0].peak_bytes
+
+    # What is judged whatever the budget decides whether there is an answer: so the least budget with one is exact.
+    spread = np.linspace(0, last, _NUM_SPREAD).round().astype(int).tolist()
+    for index in {*range(min(_NUM_FIRST, last + 1)), *spread}:
+        judge(index)
+    if all(judge(i) > budget_bytes for i in list(judged)):
+        lowest = min(judged, key=judge)
+        for index in range(max(0, lowest - _NUM_BEYOND), min(last, lowest + _NUM_BEYOND) + 1):
+            judge(index)
+    fitting = [i for i in judged if judge(i) <= budget_bytes]
+    if fitting:
+        # The peak grows with the memory planned for, if not strictly: bisect, then look a little further.
+        low = max(fitting)
+        high = min((i for i in judged if i > low), default=last + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if judge(middle) <= budget_bytes else (low, middle)
+        for index in range(low, min(last, low + _NUM_BEYOND) + 1):
+            judge(index)
+    return list(judged.values())
+
+
+def stage_problem(
+    graph: Graph, stages: tuple[GraphStage, ...], figures: tuple[StageFigures, ...], family: SubFamily
+) -> Problem:
+    n = len(stages)
+    stage_of = {m: k for k, stage in enumerate(stages, start=1) for m in stage.nodes}
+    # Outputs that the caller holds, and from the first backward on their gradients, last until their own backward.
+    outputs, gradients = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
+    for root in {graph.roots[i] for i in graph.outputs}:
+        outputs[stage_of[root]] += graph.nodes[root].output_bytes
+    for i in graph.outputs:
+        gradients[stage_of[i]] += graph.gradient_bytes(i)
+    parameters = np.array([0, *(f.parameter_bytes for f in figures)])
+    done = parameters.sum() - np.cumsum(parameters)
+    before = np.cumsum(outputs + gradients) - outputs - gradients
+    gradient = np.array([0, *(f.gradient_bytes for f in figures)])
+    held = gradient + done + before + outputs + gradients
+    held[n] = np.cumsum(outputs)[n - 1]
+    leaf_peak = np.array([0, *(f.leaf_peak_bytes for f in figures)])
+    leaf_seconds = np.array([0.0, *(f.leaf_seconds for f in figures)])
+    # The last stage's only run is the first, of all its nodes.
+    leaf_peak[n], leaf_seconds[n] = figures[-1].fall_peak_bytes, figures[-1].forward_seconds
+    kept_leaf_seconds = np.array([0.0, *(f.kept_leaf_seconds for f in figures)])
+    memory = StageMemory(
+        output=np.array([0, *(f.output_bytes for f in figures)]),
+        tape=np.array([0, *(f.tape_bytes for f in figures)]),
+        held=held,
+        keep_peak=np.array([0, *(f.keep_peak_bytes for f in figures)]),
+        drop_peak=np.array([0, *(f.drop_peak_bytes for f in figures)]),
+        fall_peak=np.array([0, *(f.fall_peak_bytes for f in figures)]),
+        leaf_peak=leaf_peak,
+        kept_leaf_peak=np.array([0, *(f.kept_leaf_peak_bytes for f in figures)]),
+        back_peak=np.array([0, *(f.back_peak_bytes for f in figures)]) + done + before,
+    )
+    forward_seconds = np.array([0.0, *(f.forward_seconds for f in figures)])
+    backward_seconds = np.array([0.0, *(f.backward_seconds for f in figures)])
+    return assemble(memory, forward_seconds, leaf_seconds, kept_leaf_seconds, backward_seconds, **family._asdict())
+
+
+def makespans_by_memory(problem: Problem, slots: int) -> tuple[Table, list[int]]:
+    """The makespans of all states, and the memories, ascending, at which that of the whole chain falls."""
+    row = int(problem.state_row[1, 1]) + problem.num_stages - 1
+    most = keep_all_memory(problem)
+    if problem.num_rows <= _MOST_EXACT_ROWS:
+        table = front_table(problem, most, _MOST_STEPS)
+        first, end = table.bounds[row].tolist()
+        return table, table.memories[first:end].tolist()
+    table, _ = slot_table(problem, most, min(slots, max(1, _MOST_CELLS // problem.num_rows)))
+    makespans = table.uniform[row]
+    falls = (np.flatnonzero(makespans[1:] < makespans[:-1]) + 1).tolist()
+    if falls:
+        return table, falls
+    least = int(least_memory(problem)[row])
+    return front_table(problem, least, 1), [least]
