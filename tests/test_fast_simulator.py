@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.node_graphs import node_graphs, relu_chain
 
-from lightning_remat import Graph, simulate
+from lightning_remat import Graph, Schedule, simulate
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.fast_simulator import NONE, NUM_WINDOWS, PINNED, no_windows, pack, replay, work_for
 from lightning_remat.planners.gaps import bar, list_gaps, unbar
@@ -25,6 +25,7 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
             gradient_bytes=rng.choice([None, None, None, 0, rng.randrange(12)]),
             num_outputs=rng.choice([1, 1, 1, 2]),
             input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
+            backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
         )
         for node in graph.nodes
     ]
@@ -80,10 +81,11 @@ def test_every_kept_set_is_a_choice_of_windows(graph: Graph, seed: int) -> None:
 def test_gradient_levels_are_what_the_simulator_adds(graph: Graph, seed: int) -> None:
     """On a step that drops nothing before the last backward, the rest of the timeline is gradients."""
     graph = varied(graph, random.Random(seed))
+    graph = replace(graph, nodes=tuple(replace(node, backward_release_bytes=0) for node in graph.nodes))
     count = len(graph.nodes)
     text = [f"F{n}" for n in range(count)] + [f"B{n}" for n in reversed(range(count))]
     text += [f"D{n}" for n in range(count)] + [f"T{n}" for n in range(count) if graph.nodes[n].tape_bytes]
-    memory = simulate(graph, type(lower_kept(graph, [])).parse(" ".join(text))).memory_bytes
+    memory = simulate(graph, Schedule.parse(" ".join(text))).memory_bytes
     held = graph.input_bytes + sum(node.output_bytes + node.tape_bytes for node in graph.nodes)
     _, highest = gradient_levels(graph)
     assert [memory[2 * count - 1 - n] - held for n in range(count)] == highest

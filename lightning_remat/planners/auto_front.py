@@ -8,7 +8,7 @@ import numpy as np
 
 from ..graph import Graph
 from .descent import Search, State
-from .fast_simulator import Problem, Small, pack
+from .fast_simulator import Problem, pack
 from .floor import find_floor
 from .front import Front
 from .position_program import Program
@@ -17,8 +17,12 @@ from .progress import SearchProgress
 NUM_LEVELS = 57
 """Budgets between floor and plain peak at which the search works; a multiple of 19, for tables of 20 budgets."""
 
-ACTIONS_PER_EFFORT = 40_000_000
-"""Replayed actions of a search with effort 1: some five seconds."""
+NUM_FIRST_LEVELS = 20
+
+ACTIONS_PER_EFFORT = 110_000_000
+"""Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
+
+USUAL_NODES = 1200
 
 
 @lru_cache(maxsize=8)
@@ -33,33 +37,35 @@ def build_front(graph: Graph, effort: float = 1.0) -> tuple[Problem, Front]:
     """
     problem, front = pack(graph), Front()
     with SearchProgress(f"planning {len(graph.nodes)} operations") as progress:
-        builder = _Builder(graph, problem, front, progress)
+        builder = FrontBuilder(graph, problem, front, progress, effort)
         builder.find_lowest()
         builder.sweep()
-        builder.polish(int(effort * ACTIONS_PER_EFFORT))
+        builder.polish()
     return problem, front
 
 
-class _Builder:
-    def __init__(self, graph: Graph, problem: Problem, front: Front, progress: SearchProgress) -> None:
-        self.progress = progress
-        self.problem, self.front = problem, front
+class FrontBuilder:
+    """The three parts of the search, which share the front, the effort and a watcher."""
+
+    def __init__(
+        self, graph: Graph, problem: Problem, front: Front, progress: SearchProgress, effort: float = 1.0
+    ) -> None:
+        self.problem, self.front, self.progress = problem, front, progress
         self.search = Search(problem, front.offer)
         self.plain = self.search.plain()
         self.bound = find_floor(graph).bytes
         self.programs = [Program(graph, problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
+        self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
 
     def find_lowest(self) -> None:
         """Goes down from plain autograd in steps, and from the dynamic programs, until nothing gets lower."""
         span = self.plain.peak_bytes - self.bound
         state = self.plain
-        for k in range(19, -1, -1):
-            limit = self.bound + span * k // 20
-            self.progress.update((19 - k) / 60, "the lowest peak")
+        for k in range(NUM_FIRST_LEVELS - 1, -1, -1):
+            limit = self.bound + span * k // NUM_FIRST_LEVELS
+            self._tell(1 - k / NUM_FIRST_LEVELS, "the lowest peak")
             state = self._step_down(state, limit)
-            for seed in self._seeds(limit):
-                self._settle(seed, limit, probes=8)
-            if self.front.peaks[0] > limit:
+            if self.front.peaks[0] > limit or self.search.num_actions > 0.3 * self.last:
                 break
         low, high = self.bound, self.front.peaks[0]
         for _ in range(7):
@@ -71,39 +77,48 @@ class _Builder:
                 high = self.front.peaks[0]
             else:
                 low = limit
+            if low >= high or self.search.num_actions > 0.5 * self.last:
+                break
 
     def levels(self) -> list[int]:
         """The budgets to work at, from the highest to the lowest."""
         low, high = self.front.peaks[0], self.plain.peak_bytes
-        return sorted({low + (high - low) * k // NUM_LEVELS for k in range(NUM_LEVELS)}, reverse=True)
+        return [low + (high - low) * k // NUM_LEVELS for k in range(NUM_LEVELS - 1, -1, -1)]
 
     def sweep(self) -> None:
-        """Down and up all levels, each level starting from its neighbour and from the best known."""
-        state = self.plain
-        for k, limit in enumerate(self.levels()):
-            self.progress.update(1 / 3 + k / NUM_LEVELS / 3, "budget by budget")
-            state = self._step_down(state, limit)
-            for seed in self._seeds(limit):
-                self._settle(seed, limit)
-        for limit in reversed(self.levels()):
+        """Down and up the levels, each starting from its neighbour and from the best known; first every third."""
+        levels = self.levels()
+        thirds = [levels[2::3], levels[0::3], levels[1::3]]
+        for number, chosen in enumerate(thirds):
+            state = self.plain
+            for k, limit in enumerate(chosen):
+                if number and self.search.num_actions > 0.75 * self.last:
+                    break
+                self._tell((number + k / len(chosen)) / 3, "budget by budget")
+                state = self._step_down(self._best(state.peak_bytes), limit)
+        for limit in reversed(levels):
             self.search.refill(self._best(limit), limit)
 
-    def polish(self, num_actions: int) -> None:
+    def polish(self) -> None:
         """Kicks at every level in turn until the effort is spent."""
         random = np.random.default_rng(0)
-        first = self.search.num_actions
-        last = first + num_actions
+        last = max(self.last, self.search.num_actions + self.last // 8)
         while self.search.num_actions < last:
             for limit in self.levels():
-                self.progress.update(2 / 3 + (self.search.num_actions - first) / num_actions / 3, "improving")
+                self._tell(self.search.num_actions / last, "improving")
                 self.search.kick(self._best(limit), limit, random)
                 if self.search.num_actions >= last:
                     break
 
+    def _tell(self, fraction: float, stage: str) -> None:
+        self.progress.update(fraction, stage)
+
     def _step_down(self, state: State, limit: int) -> State:
+        """From `state` and the programs to `limit`; the fastest known there, or how far down `state` led."""
         down = self._settle(state, limit, probes=4)
-        best = self._best(limit) if self.front.peaks[0] <= limit else down
-        return down if down.peak_bytes <= limit and down.seconds <= best.seconds else best
+        for seed in self._seeds(limit):
+            self._settle(seed, limit, probes=4)
+        return down if self.front.within(limit) is None else self._best(limit)
 
     def _settle(self, state: State, limit: int, probes: int = 0) -> State:
         down = self.search.descend(state, limit, probes=probes)
@@ -112,10 +127,7 @@ class _Builder:
     def _best(self, limit: int) -> State:
         index = self.front.within(limit)
         assert index is not None, "no level lies below the lowest peak"
-        return self._state(self.front.peaks[index], self.front.seconds[index], self.front.windows(self.problem, index))
-
-    def _state(self, peak: int, seconds: float, windows: Small) -> State:
-        return State(peak, seconds, windows)
+        return State(self.front.peaks[index], self.front.seconds[index], self.front.windows(self.problem, index))
 
     def _seeds(self, limit: int, most: int = 2) -> list[State]:
         """The programs' answers near the limit that may beat the best known after a local search."""

@@ -61,7 +61,9 @@ class _Levels:
                 storage = self._allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes + node.parameter_bytes
-        most = self.alive + node.backward_workspace_bytes
+        # Own output and tape end with their backward in every schedule after liveness, unless the caller holds them.
+        released = 0 if n in graph.outputs else node.backward_release_bytes
+        most = self.alive + node.backward_workspace_bytes - released
         for storage in self.gradients[n]:
             self._release(storage)
         self.gradients[n] = []
