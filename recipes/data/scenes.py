@@ -73,7 +73,7 @@ class SceneDataset(Dataset[tuple[Tensor, Tensor]]):
     def _paste(self, random: np.random.Generator, scene: Tensor, labels: Tensor) -> None:
         """Draw one digit into `scene` and `labels`, over whatever was there, in a colour that stands out."""
         which = random.integers(len(self.digits))
-        side = int(random.integers(self.image_size // 4, self.image_size // 2 + 1))
+        side = int(random.integers(self.image_size // 3, self.image_size // 2 + 1))
         top, left = random.integers(self.image_size - side + 1, size=2)
         window = (slice(top, top + side), slice(left, left + side))
         cover = _resize(self.digits[which][None], side)
