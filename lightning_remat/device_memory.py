@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,10 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device; on the CPU that of the machine or of the control group, whichever is smaller."""
+    """The memory of a device; on the CPU the least of the machine's, the control group's and the address space's.
+
+    The last is what `RLIMIT_AS` leaves to the process.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -32,6 +36,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     limit, used = _control_group()
     if limit is not None:
         total, free = min(total, limit), min(free, max(0, limit - used))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        total, free = min(total, address_space), min(free, max(0, address_space - psutil.Process().memory_info().vms))
     return DeviceMemory(free, total)
 
 

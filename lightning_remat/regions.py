@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,18 +52,15 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
     """
     names = {m: name for name, m in reversed(submodules(root))}
     watched = _resolve(root, names, modules)
-    frames: list[_Frame] = []
     top = _Frame(root, (), {})  # stands for the step itself
-    frames.append(top)
+    frames = [top]
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frame = _Frame(module, args, kwargs)
-        frames[-1].children.append(frame)
-        frames.append(frame)
+        frames.append(frames[-1].call(module, args, kwargs, is_outermost=len(frames) == 1))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
-        frames.pop().output = output
+        frames.pop().leave(output)
 
     handles: list[Any] = []
     try:
@@ -76,7 +74,7 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
             handle.remove()
     chosen = top.children
     if modules is None:
-        chosen = [_through(frame) for frame in chosen if _is_trainable(frame)]
+        chosen = [_through(frame) for frame in chosen if frame.is_trainable]
     if not chosen:
         what = "none of modules=" if modules is not None else "no submodule with parameters to train"
         raise ValueError(
@@ -102,30 +100,48 @@ def nothing_saved() -> Generator[None]:
 
 
 class _Frame:
-    """A call on the stack of calls, with the watched calls inside it."""
+    """A call on the stack of calls, with the watched calls inside it.
+
+    Only the outermost calls, and those that merely get an outermost one's arguments, hold tensors.
+    """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
-        self.output: Any = None
         self.children: list[_Frame] = []
+        self.is_handed_on = False  # gets just what its caller got
+        self.is_trainable = False
+        self._output: Callable[[], Any] = _nothing
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
+        mine, theirs = tree_leaves((self.args, self.kwargs)), tree_leaves((args, kwargs))
+        is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
+        holds = is_outermost or is_handed_on
+        frame = _Frame(module, args if holds else (), kwargs if holds else {})
+        frame.is_handed_on = is_handed_on
+        self.children.append(frame)
+        return frame
+
+    def leave(self, output: Any) -> None:
+        has_parameters = any(p.requires_grad for p in self.module.parameters())
+        is_differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        self.is_trainable = has_parameters and is_differentiable
+        if isinstance(output, Tensor):
+            # Where the only call inside returned the very same tensor, this one does nothing of its own.
+            inner = self.children[0]._output() if len(self.children) == 1 else None
+            self.is_mere_caller = inner is output
+            self._output = weakref.ref(output)
+
+    is_mere_caller = False
 
 
-def _is_trainable(frame: _Frame) -> bool:
-    if not any(p.requires_grad for p in frame.module.parameters()):
-        return False
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(frame.output))
+def _nothing() -> None:
+    return None
 
 
 def _through(frame: _Frame) -> _Frame:
     """The call that a `forward` merely passes on to, where it does nothing else."""
-    while len(frame.children) == 1:
-        inner = frame.children[0]
-        if inner.output is not frame.output or not _is_trainable(inner):
-            break
-        mine, theirs = tree_leaves((frame.args, frame.kwargs)), tree_leaves((inner.args, inner.kwargs))
-        if [id(leaf) for leaf in mine] != [id(leaf) for leaf in theirs]:
-            break
-        frame = inner
+    while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_trainable:
+        frame = frame.children[0]
     return frame
 
 

@@ -1,0 +1,230 @@
+"""Which batch size to execute next: planned candidates, none of them run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from .budget import format_bytes, parse_budget
+from .errors import InfeasibleBudgetError
+from .result import Candidate
+from .settings import Settings
+from .step_planner import StepPlan, plain_timeline, plan_step
+from .trial import StepModel
+
+_NUM_THROUGHPUT_SIZES = 12
+
+
+class Choice(NamedTuple):
+    """What a search proposes to execute."""
+
+    batch_size: int
+    reason: str
+    step: StepPlan
+    budget_bytes: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(slots=True)
+class CandidateSearch:
+    """What a search knows: the model of the step, the budget and what was planned so far.
+
+    Attributes:
+        present_size: The loader's batch size, to which percentages of the budget refer.
+        settings: What the user asks for.
+        sizes: The batch sizes to consider, ascending.
+        model: Bytes and seconds of the step at any size.
+        free_bytes: What the device has for the step.
+        total_bytes: What the device has.
+        tight: The part of the budget that is planned for; below 1 once a step ran out of memory.
+        trials: Batch size → its candidate.
+        steps: Batch size → its plan, where one fits.
+        error: The last one of the planner.
+    """
+
+    present_size: int
+    settings: Settings
+    sizes: Sequence[int]
+    model: StepModel
+    free_bytes: int
+    total_bytes: int
+    tight: float = 1.0
+    trials: dict[int, Candidate] = field(default_factory=dict[int, Candidate])
+    steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
+    error: InfeasibleBudgetError | None = None
+
+    def plain_peak(self, size: int) -> int:
+        """Predicted peak of the step without recomputation."""
+        return plain_timeline(self.model.keys, self.model.graphs_at(size), self.model.surroundings_at(size)).peak_bytes
+
+    def budget(self, size: int) -> int:
+        """The budget of the step in bytes; a percentage is of the plain step as the loader has it."""
+        wanted, margin = self.settings.memory_budget, self.settings.margin
+        if wanted is None:
+            return int(self.free_bytes * (1 - margin))  # what is alive already is in the budget, and counted as free
+        if isinstance(wanted, float):
+            return parse_budget(wanted, plain_peak_bytes=0, device_bytes=int(self.total_bytes * (1 - margin)))
+        plain = self.plain_peak(size if len(self.sizes) == 1 else self.present_size)
+        return parse_budget(wanted, plain_peak_bytes=plain, device_bytes=0)
+
+    def fits(self, size: int) -> bool:
+        """Plans for a batch size, once for each state of the model."""
+        if size in self.trials:
+            return self.trials[size].fits
+        graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
+        plain = plain_timeline(self.model.keys, graphs, around)
+        plain_rate = size / max(sum(plain.seconds), 1e-12)
+        try:
+            budget = self.budget(size)
+            step = plan_step(self.model.keys, graphs, int(budget * self.tight), self.settings.planner, around)
+        except InfeasibleBudgetError as error:
+            self.error = error
+            reason = f"needs {format_bytes(error.minimum_bytes)}"
+            self.trials[size] = Candidate(
+                size, plain.peak_bytes, int(error.minimum_bytes), None, None, plain_rate, False, reason
+            )
+            return False
+        overhead = step.recompute_overhead
+        limit = self.settings.max_overhead
+        fits = limit is None or overhead <= limit
+        reason = "" if fits else f"overhead above {limit:.0%}"
+        rate = size / max(step.seconds, 1e-12)
+        self.trials[size] = Candidate(
+            size, plain.peak_bytes, step.predicted_peak_bytes, overhead, rate, plain_rate, fits, reason
+        )
+        self.steps[size] = step
+        return fits
+
+    def correct(self, excess_bytes: int, size: int) -> None:
+        """The model learns from a measured step; what was planned by the old one is stale."""
+        self.model = self.model.corrected(excess_bytes, size)
+        self.trials, self.steps = {}, {}
+
+    def tighten(self) -> None:
+        """A step ran out of memory; by how much is not known."""
+        self.tight *= 0.9
+        self.trials, self.steps = {}, {}
+
+    def choose(self) -> Choice:
+        """The best size that fits, with its plan.
+
+        Raises:
+            InfeasibleBudgetError: None fits.
+        """
+        size, reason = self._choose()
+        return Choice(size, reason, self.steps[size], self.budget(size), tuple(self.trials.values()))
+
+    def _choose(self) -> tuple[int, str]:
+        largest = self._largest()
+        if largest is None:
+            raise self._nothing_fits()
+        top = self.sizes[largest]
+        if len(self.sizes) == 1:
+            return top, "given"
+        if self.settings.objective == "throughput":
+            return self._fastest(largest)
+        if largest + 1 == len(self.sizes):
+            return top, f"{top} is the largest size allowed, and it fits"
+        after = self.trials[self.sizes[largest + 1]]
+        return top, f"{top} is the largest size that fits: {after.batch_size} {after.reason}"
+
+    def _largest(self) -> int | None:
+        """Index of the largest size that fits: doubling up from the largest that the plain step allows.
+
+        Between a size that fits and one that does not, the next guess is where the line through the lowest peaks
+        meets the budget, which is all but exact; every third is the middle, in case it is not.
+        """
+        last = len(self.sizes) - 1
+        low = self._largest_plain()
+        high = last + 1
+        if low >= 0:
+            self.fits(self.sizes[low])  # on record, to compare with
+        stride = max(1, low)
+        while low < last:
+            at = min(last, low + stride)
+            if not self.fits(self.sizes[at]):
+                high = at
+                break
+            low, stride = at, stride * 2
+        for i in count(1):
+            if high - low <= 1:
+                break
+            at = (low + high) // 2 if i % 3 == 0 else min(max(self._crossing(), low + 1), high - 1)
+            if self.fits(self.sizes[at]):
+                low = at
+            else:
+                high = at
+        if low < 0:
+            self.fits(self.sizes[0])  # for the error
+            return None
+        self.fits(self.sizes[low])
+        return low
+
+    def _largest_plain(self) -> int:
+        """Index of the largest size that needs no plan; -1 if none does."""
+        low, high = -1, len(self.sizes)
+        while high - low > 1:
+            middle = (low + high) // 2
+            size = self.sizes[middle]
+            if self.plain_peak(size) <= self.budget(size) * self.tight:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _crossing(self) -> int:
+        """Index of the size whose lowest peak is about the budget, by the two smallest sizes known not to fit."""
+        known = sorted(
+            (c.batch_size, c.predicted_peak_bytes) for c in self.trials.values() if c.samples_per_second is None
+        )
+        if not known:  # what fails is not memory but the overhead
+            return -1
+        size, peak = known[0]
+        fixed, fixed_peak = 0, self.plain_peak(0)
+        if len(known) > 1:
+            fixed, fixed_peak = known[1]
+        slope = (peak - fixed_peak) / (size - fixed)
+        if slope <= 0:
+            return -1
+        crossing = fixed + (self.budget(size) * self.tight - fixed_peak) / slope
+        return bisect_right(self.sizes, int(crossing)) - 1
+
+    def _fastest(self, largest: int) -> tuple[int, str]:
+        """The size with the most samples per second, on a geometric grid refined around its best."""
+        steps = min(_NUM_THROUGHPUT_SIZES, largest + 1)
+        grid = {round((largest + 1) ** (i / max(1, steps - 1))) - 1 for i in range(steps)} | {largest}
+        for index in grid:
+            self.fits(self.sizes[index])
+        for _ in range(3):
+            best = max(grid, key=self._rate)
+            ordered = sorted(grid)
+            place = ordered.index(best)
+            for neighbour in ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]:
+                middle = (best + neighbour) // 2
+                if middle not in grid:
+                    self.fits(self.sizes[middle])
+                    grid.add(middle)
+        best = max(grid, key=self._rate)
+        size = self.sizes[best]
+        return size, f"{size} has the most samples per second, {self._rate(best):.4g}, of {len(grid)} sizes planned"
+
+    def _rate(self, index: int) -> float:
+        candidate = self.trials[self.sizes[index]]
+        return (candidate.samples_per_second or 0.0) if candidate.fits else 0.0
+
+    def _nothing_fits(self) -> InfeasibleBudgetError:
+        smallest = self.trials[self.sizes[0]]
+        budget = self.budget(self.sizes[0])
+        node = self.error.node if self.error is not None else None
+        because = smallest.reason if node is None else f"because of node {node!r}"
+        return InfeasibleBudgetError(
+            f"no plan fits: the training step needs {format_bytes(smallest.predicted_peak_bytes)} at batch size "
+            f"{smallest.batch_size}, budget {format_bytes(budget)}: {because}. Raise memory_budget or max_overhead, "
+            f"lower the batch size, or choose another planner than {self.settings.planner}",
+            minimum_bytes=smallest.predicted_peak_bytes,
+            budget_bytes=budget,
+            node=node,
+        )
