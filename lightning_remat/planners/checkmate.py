@@ -20,6 +20,7 @@ from .checkmate_program import PEAK, Program, build_program
 from .family import fastest_that_fits
 from .gradient_levels import gradient_levels
 from .node_groups import coarsen, group_nodes
+from .progress import SearchProgress
 from .residency import lower_residency
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ def plan_checkmate(
     graphs.
 
     The program has a column for each node in each step. To 63 nodes each backward is a step; beyond, consecutive
-    backwards share one (about 4000 / n steps), before which all that they need is recomputed. Beyond 160 nodes the
-    program is one of groups of consecutive nodes, of which all is kept or all is dropped, apart from what other
+    backwards share one (4000 / n steps, at least 18), before which all that they need is recomputed. Beyond 320 nodes
+    the program is one of groups of consecutive nodes, of which all is kept or all is dropped, apart from what other
     groups read. To 40 nodes, values may be recomputed in the forward too. Optimal refers to that program.
 
     Args:
@@ -59,7 +60,7 @@ def plan_checkmate(
         method: `"lp"` (relaxation and rounding) or `"milp"` (integer program).
         time_limit: Seconds after which the search ends with the best that it has.
         most_stages: Steps of the backward in the program; None stands for the number above.
-        progress: Whether the solver and the sweep print how far they are.
+        progress: Whether the solver and the sweep print how far they are; on a terminal, the sweep shows a bar anyway.
 
     Returns:
         A schedule whose simulated peak is within the budget.
@@ -83,10 +84,12 @@ def plan_checkmate(
     return fastest_that_fits(graph, budget_bytes, family, planner="checkmate")
 
 
-_MOST_NODES = 160
+_MOST_NODES = 320
 _FORWARD_FREE_NODES = 40
 _NODE_STAGES = 4000  # nodes times stages: a second or two for the relaxation
-_LIMITS = (0.03, 0.07, 0.12, 0.2, 0.32, 0.48, 0.7)  # between a bound on the lowest peak and the plain one
+_LEAST_STAGES = 18
+_LIMITS = (0.32, 0.12, 0.7, 0.03, 0.2, 0.48, 0.07)  # between a bound on the lowest peak and the plain one; in the
+# order in which they cover the range best, should time run out
 _DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0)
 _THRESHOLDS = tuple(np.linspace(0.05, 0.95, 19).tolist())
 
@@ -104,23 +107,25 @@ def _family(graph: Graph, time_limit: float, most_stages: int | None, progress: 
     found = {plain: None}
     even = np.full(len(program.low), 1.0)  # a point that every density of even spacing rounds from
     found.update((schedule, None) for spread in _spreads(graph) for schedule in problem.roundings(even, spread))
-    for number, fraction in enumerate(_LIMITS):
-        left = end - time.monotonic()
-        if left <= 0:
-            log.warning(
-                "checkmate: time_limit of %g s ended the sweep after %d of %d memory limits; the answer is not "
-                "proven optimal, and a longer limit may improve it",
-                time_limit,
-                number,
-                len(_LIMITS),
-            )
-            break
-        if progress:
-            print(f"checkmate: relaxation {number + 1} of {len(_LIMITS)}, {left:.0f} s left", flush=True)
-        solution = _relaxed(program, (low + fraction * (top - low)) / program.unit_bytes, left)
-        if solution is not None:
-            thresholds = [*(_same(graph, t) for t in _THRESHOLDS), *_spreads(graph)]
-            found.update((schedule, None) for bar in thresholds for schedule in problem.roundings(solution, bar))
+    with SearchProgress("checkmate") as bar:
+        for number, fraction in enumerate(_LIMITS):
+            left = end - time.monotonic()
+            if left <= 0:
+                log.warning(
+                    "checkmate: time_limit of %g s ended the sweep after %d of %d memory limits; the answer is not "
+                    "proven optimal, and a longer limit may improve it",
+                    time_limit,
+                    number,
+                    len(_LIMITS),
+                )
+                break
+            bar.update(number / len(_LIMITS), f"relaxation {number + 1} of {len(_LIMITS)}")
+            if progress:
+                print(f"checkmate: relaxation {number + 1} of {len(_LIMITS)}, {left:.0f} s left", flush=True)
+            solution = _relaxed(program, (low + fraction * (top - low)) / program.unit_bytes, left)
+            if solution is not None:
+                thresholds = [*(_same(graph, t) for t in _THRESHOLDS), *_spreads(graph)]
+                found.update((schedule, None) for t in thresholds for schedule in problem.roundings(solution, t))
     return tuple(found)
 
 
@@ -234,7 +239,7 @@ class _Problem:
         self.shared: list[frozenset[int]] = []
         if self.is_grouped:
             inner, levels, self.shared = coarsen(graph, self.groups)
-        self.stages = group_nodes(inner, most_stages or max(8, _NODE_STAGES // len(inner.nodes)))
+        self.stages = group_nodes(inner, most_stages or max(_LEAST_STAGES, _NODE_STAGES // len(inner.nodes)))
         self.is_exact = not self.is_grouped and len(self.stages) == len(graph.nodes)
         is_forward_fixed = len(inner.nodes) > _FORWARD_FREE_NODES
         self.program = build_program(inner, is_forward_fixed=is_forward_fixed, stages=self.stages, levels=levels)
