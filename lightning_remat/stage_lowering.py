@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .chain import ChainSequence
 from .graph import Graph
-from .lowering import apply_liveness, reads
+from .lowering import apply_liveness, missing, reads
 from .schedule import Action, Schedule
 from .stages import GraphStage
 
@@ -51,15 +51,23 @@ def lower_sequence(graph: Graph, stages: tuple[GraphStage, ...], sequence: Chain
     memory = _Memory()
     kept_inputs: set[int] = set()  # stages (from 1) whose input is kept as such
     kept_tapes: set[int] = set()
+    # The caller holds the graph's outputs until their own backward: to drop one and make it again costs a second copy.
+    held = set(graph.outputs)
+    has_run: set[int] = set()
     for position, (kind, number) in enumerate(sequence):
         stage = stages[number - 1]
+        follows = sequence.operations[position + 1 : position + 2]
+        if kind == "Fall" and number in has_run and follows and follows[0].kind == "B":
+            # A recomputation for the backward that follows: each node right before the backward that reads it.
+            continue
+        has_run.add(number)
         if kind == "B":
-            events += [_Event(Action("B", n)) for n in reversed(stage.nodes)]
+            _run_backward(graph, stage, memory, events)
             kept_tapes.discard(number)
             kept_inputs.discard(number)
+            held.difference_update(stage.nodes)
             # The input that was kept for this backward may be what the next one reads of its stage's values.
-            follows = sequence.operations[position + 1 : position + 2]
-            if follows and follows[0] == ("Fall", number - 1):
+            if follows and follows[0] == ("Fall", number - 1) and stages[number - 2].reuses_exit:
                 _discard(stage, memory, events, frozenset(), keeps_tapes=False)
                 continue
         else:
@@ -75,22 +83,32 @@ def lower_sequence(graph: Graph, stages: tuple[GraphStage, ...], sequence: Chain
             wanted = stages[k - 1].kept if k in kept_tapes else frozenset[int]()
             if k + 1 in kept_inputs:
                 wanted |= frozenset(stages[k - 1].exit)
+            wanted |= held.intersection(stages[k - 1].nodes)
             _discard(stages[k - 1], memory, events, wanted, keeps_tapes=k in kept_tapes)
     return apply_liveness(graph, Schedule(tuple(e.action for e in _without_waste(graph, events))))
 
 
 def _run(graph: Graph, stage: GraphStage, memory: _Memory, events: list[_Event], *, with_tapes: bool) -> None:
     for n in stage.nodes:
-        has_tape = bool(graph.nodes[n].tape_bytes)
-        output = memory.begin() if n not in memory.outputs else -1
-        tape = memory.begin() if has_tape and n not in memory.tapes else -1
-        if output == -1 and (tape == -1 or not with_tapes):
-            continue
-        events.append(_Event(Action("F", n), output, tape))
-        if output != -1:
-            memory.outputs[n] = output
-        if tape != -1:
-            memory.tapes[n] = tape
+        lacks_tape = bool(graph.nodes[n].tape_bytes) and n not in memory.tapes
+        if n not in memory.outputs or (lacks_tape and with_tapes):
+            _run_node(graph, n, memory, events)
+
+
+def _run_backward(graph: Graph, stage: GraphStage, memory: _Memory, events: list[_Event]) -> None:
+    for n in reversed(stage.nodes):
+        for m in missing(graph, n, memory.outputs, memory.tapes):
+            _run_node(graph, m, memory, events)
+        events.append(_Event(Action("B", n)))
+
+
+def _run_node(graph: Graph, n: int, memory: _Memory, events: list[_Event]) -> None:
+    output = tape = -1
+    if n not in memory.outputs:
+        output = memory.outputs[n] = memory.begin()
+    if graph.nodes[n].tape_bytes and n not in memory.tapes:
+        tape = memory.tapes[n] = memory.begin()
+    events.append(_Event(Action("F", n), output, tape))
 
 
 def _discard(

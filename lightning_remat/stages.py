@@ -42,6 +42,11 @@ class GraphStage:
         """The nodes whose output the stage's tape (the paper's abar) holds, the exit included."""
         return self.saved | frozenset(self.exit)
 
+    @property
+    def reuses_exit(self) -> bool:
+        """Whether an exit that is there still is of use to the stage's own recomputation: it need not be run again."""
+        return not self.taped.intersection(self.exit)
+
 
 class StageFigures(NamedTuple):
     """What a stage costs by the simulator's rules; its input's bytes are in none of the figures but `drop_peak_bytes`.
@@ -53,7 +58,7 @@ class StageFigures(NamedTuple):
         keep_peak_bytes: The most during a run that keeps the input and the exit alone.
         drop_peak_bytes: The most during a run that drops the input after its last use, the input included.
         fall_peak_bytes: The most during a run that keeps all that the backward reads.
-        leaf_peak_bytes: The most during the recomputation right before the backward, the exit's gradient left out.
+        leaf_peak_bytes: The most during a backward with its recomputation, the exit's gradient left out.
         kept_leaf_peak_bytes: The same where the exit is there still, kept for the next stage's backward.
         back_peak_bytes: The most during the backward.
         parameter_bytes: Gradients that stay after the backward.
@@ -129,7 +134,9 @@ def stage_figures(graph: Graph, stage: GraphStage) -> StageFigures:
     nodes = range(first, first + len(stage.nodes))
     own = set(nodes)
     exits = {n - stage.start + first for n in stage.exit}
-    source = set(range(first))
+    # The caller holds the graph's outputs, so that keeping them is free.
+    held = {n - stage.start + first for n in graph.outputs if n in stage.nodes}
+    source = held.union(range(first))
 
     everything = lower_kept(free, range(len(free.nodes)))
     timeline = simulate(free, everything).memory_bytes
@@ -139,14 +146,16 @@ def stage_figures(graph: Graph, stage: GraphStage) -> StageFigures:
     seconds = simulate(free, everything).seconds
 
     gradient = sum(graph.gradient_bytes(n) for n in stage.exit)
-    leaf_peak, leaf_seconds = _recomputation(free, source, gradient)
-    kept_leaf_peak, kept_leaf_seconds = _recomputation(free, source | exits, gradient)
+    leaf_peak, leaf_seconds = _recomputation(free, source, own, gradient)
+    kept_leaf_peak, kept_leaf_seconds = leaf_peak, leaf_seconds
+    if stage.reuses_exit:
+        kept_leaf_peak, kept_leaf_seconds = _recomputation(free, source | exits, own, gradient)
 
     through = lower_kept(free, source | exits, ())
     keep_peak = _first_runs(through.actions, simulate(free, through).memory_bytes, own)
     size = graph.nodes[graph.roots[stage.entry[0]]].output_bytes if stage.entry else 0
     loaded, _ = _alone(graph, stage, input_bytes=size)
-    dropping = lower_kept(loaded, exits, ())
+    dropping = lower_kept(loaded, exits | held, ())
     drop_peak = _first_runs(dropping.actions, simulate(loaded, dropping).memory_bytes, own)
 
     roots = {graph.roots[n] for n in stage.kept}
@@ -217,18 +226,19 @@ def _alone(graph: Graph, stage: GraphStage, *, input_bytes: int) -> tuple[Graph,
         )
     outputs = tuple(place[n] for n in graph.outputs if n in stage.nodes)
     if stage.exit:
-        outputs = (*outputs, len(nodes))
+        # Where the graph names no outputs, gradients come to whatever has no user: the sink among them.
+        outputs = (*outputs, len(nodes)) if graph.outputs else ()
         nodes.append(Node("sink", inputs=tuple(place[n] for n in stage.exit), gradient_bytes=1))
     return Graph(tuple(nodes), outputs=outputs), first
 
 
-def _recomputation(alone: Graph, outputs: set[int], gradient_bytes: int) -> tuple[int, float]:
+def _recomputation(alone: Graph, outputs: set[int], own: set[int], gradient_bytes: int) -> tuple[int, float]:
     """The most memory, but for the exit's gradient, and the seconds of what is run again when `outputs` are kept."""
     schedule = lower_kept(alone, outputs, ())
     simulation = simulate(alone, schedule)
     moves = list(zip(schedule.actions, simulation.memory_bytes, strict=True))
     turn = next(i for i, (action, _) in enumerate(moves) if action.kind == "B")
-    most = max((used for action, used in moves[turn:] if action.kind == "F"), default=gradient_bytes)
+    most = max(used for action, used in moves[turn:] if action.kind in "FB" and action.node in own)
     return max(most - gradient_bytes, 0), simulation.recompute_seconds
 
 

@@ -13,8 +13,10 @@ from lightning_remat.chain import ChainSequence
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.griewank import plan_revolve
 from lightning_remat.planners.rotor import plan_rotor, plan_rotor_floating
+from lightning_remat.planners.rotor_solver import sequence_at
+from lightning_remat.planners.stage_search import SubFamily, makespans_by_memory, stage_problem
 from lightning_remat.stage_lowering import lower_sequence
-from lightning_remat.stages import cut_stages
+from lightning_remat.stages import cut_stages, stage_figures
 
 PLANS = [plan_rotor, plan_rotor_floating, plan_revolve]
 Plan = Callable[..., Schedule]
@@ -50,6 +52,21 @@ def test_the_answer_fits_or_the_error_names_the_floor(plan: Plan, graph: Graph, 
         assert below.value.minimum_bytes == minimum
     else:
         assert simulate(graph, schedule).peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "family", [SubFamily(tapes, floating) for tapes in (True, False) for floating in (True, False)]
+)
+@given(graph=block_graphs())
+@settings(deadline=None, max_examples=50)
+def test_the_dynamic_program_bounds_what_its_sequences_take(family: SubFamily, graph: Graph):
+    stages = cut_stages(graph)
+    figures = tuple(stage_figures(graph, stage) for stage in stages)
+    problem = stage_problem(graph, stages, figures, family)
+    table, memories = makespans_by_memory(problem, 500)
+    for memory in memories:
+        simulation = simulate(graph, lower_sequence(graph, stages, sequence_at(problem, table, memory)))
+        assert simulation.peak_bytes <= memory + graph.input_bytes + graph.static_bytes
 
 
 @pytest.mark.parametrize("budget", range(450, 1200, 50))

@@ -32,7 +32,8 @@ class StageMemory(NamedTuple):
         keep_peak: Most memory of `Fck` of a stage beyond its input and what is held.
         drop_peak: Most memory of `Fn` of a stage, its input counted, beyond what is held.
         fall_peak: Most memory of `Fall` of a stage beyond its input and what is held.
-        leaf_peak: The same of a `Fall` right before its `B`, which need not make what only the next stage reads.
+        leaf_peak: Most memory of a `Fall` right before its `B`, which need not make what only the next stage reads,
+            and of that `B`, beyond the input and what is held before it.
         kept_leaf_peak: The same where a^l was kept for the backward just done, and is there still.
         back_peak: Most memory of `B` of a stage beyond its input.
     """
@@ -127,8 +128,8 @@ def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, 
         keep_peak=output + forward,
         drop_peak=before + output + forward,
         fall_peak=tape + forward,
-        leaf_peak=tape + forward,
-        kept_leaf_peak=tape + forward,
+        leaf_peak=tape + np.maximum(forward, before + backward),
+        kept_leaf_peak=tape + np.maximum(forward, before + backward),
         back_peak=output + before + tape + backward,
     )
     forward = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
@@ -208,13 +209,13 @@ def keep_all_memory(p: Problem) -> int:
     """
     kept = need = 0
     for s in range(1, p.num_stages + 1):
-        back, fall = int(p.back_peak[s]), int(p.fall_peak[s])
+        held = int(p.held[s])
         if p.keeps_tapes:
-            need = max(need, kept + fall + int(p.held[-1]), kept + back)
+            need = max(need, kept + int(p.fall_peak[s] + p.held[-1]), kept + int(p.back_peak[s]))
             kept += int(p.tape[s])
         else:
             forward = int(p.keep_peak[s] + p.held[-1]) if s < p.num_stages else 0
-            need = max(need, kept + back, kept + fall + int(p.held[s]), kept + forward)
+            need = max(need, kept + held + int(max(p.leaf_peak[s], p.kept_leaf_peak[s])), kept + forward)
             kept += int(p.output[s])
     return need
 
@@ -237,14 +238,15 @@ def rest_row(p: Any, s: int, t: int, u: int) -> Any:
 @njit(cache=True)
 def kept_leaf_threshold(p: Any, s: int) -> Any:
     """Memory for `Fall` and `B` of stage s where a^s is there still."""
-    return max(p.held[s] + p.kept_leaf_peak[s], p.back_peak[s])
+    return p.held[s] + p.kept_leaf_peak[s]
 
 
 @njit(cache=True)
 def all_threshold(p: Any, s: int, last: int) -> Any:
     """m_all^(s,l) of Theorems 4.7 and 4.8: memory for `Fall` and `B` of stage s, with delta^l held by the former."""
-    fall = p.leaf_peak[s] if s == last else p.fall_peak[s]
-    return max(p.held[last] + fall, p.back_peak[s])
+    if s == last:
+        return p.held[s] + p.leaf_peak[s]
+    return max(p.held[last] + p.fall_peak[s], p.back_peak[s])
 
 
 @njit(cache=True)

@@ -132,7 +132,7 @@ def stage_problem(
     outputs, gradients = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
     for root in {graph.roots[i] for i in graph.outputs}:
         outputs[stage_of[root]] += graph.nodes[root].output_bytes
-    for i in graph.outputs:
+    for i in graph.outputs or [m for m, users in enumerate(graph.users) if not users]:
         gradients[stage_of[i]] += graph.gradient_bytes(i)
     parameters = np.array([0, *(f.parameter_bytes for f in figures)])
     done = parameters.sum() - np.cumsum(parameters)
@@ -143,7 +143,8 @@ def stage_problem(
     leaf_peak = np.array([0, *(f.leaf_peak_bytes for f in figures)])
     leaf_seconds = np.array([0.0, *(f.leaf_seconds for f in figures)])
     # The last stage's only run is the first, of all its nodes.
-    leaf_peak[n], leaf_seconds[n] = figures[-1].fall_peak_bytes, figures[-1].forward_seconds
+    leaf_peak[n] = max(figures[-1].fall_peak_bytes, figures[-1].back_peak_bytes + before[n] - held[n])
+    leaf_seconds[n] = figures[-1].forward_seconds
     kept_leaf_seconds = np.array([0.0, *(f.kept_leaf_seconds for f in figures)])
     memory = StageMemory(
         output=np.array([0, *(f.output_bytes for f in figures)]),

@@ -49,8 +49,12 @@ def _single(rng: random.Random, nodes: list[Node], value: int) -> int:
 
 
 def _residual(rng: random.Random, nodes: list[Node], value: int) -> int:
-    inner = _add(rng, nodes, (_add(rng, nodes, (value,)),))
-    total = _add(rng, nodes, (value, inner), saved=(), shares_gradient=tuple({value, inner} - {-1}))
+    base = nodes[value].storage_of if value >= 0 else None
+    size = nodes[value if base is None else base].output_bytes if value >= 0 else rng.randrange(1, 12)
+    inner = _add(rng, nodes, (_add(rng, nodes, (value,)),), output_bytes=size)
+    # An addition passes its gradient on to both sides.
+    sides = tuple(i for i in (value, inner) if i >= 0)
+    total = _add(rng, nodes, sides, saved=(), output_bytes=size, shares_gradient=sides)
     return _add(rng, nodes, (total,), saved=(len(nodes),))
 
 
