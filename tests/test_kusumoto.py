@@ -226,7 +226,7 @@ def test_planner_needs_about_the_root_of_the_memory_of_a_chain(count):
 def test_without_liveness_values_stay_until_their_part_ends():
     graph = relu_chain(6)
     storages = merge_views(graph)
-    parts = [frozenset(range(3)), frozenset(range(6))]
+    parts = [0, 0, 0, 1, 1, 1]
     whole = lower_sequence(graph, storages, parts, liveness=False, keeps_last=False)
     assert str(whole) == ("F0 F1 F2 D0 D1 F3 F4 F5 D3 D4 D5 F3 F4 F5 B5 B4 B3 D3 D4 D5 F0 F1 B2 B1 B0 D0 D1 D2")
     live = lower_sequence(graph, storages, parts, liveness=True, keeps_last=False)

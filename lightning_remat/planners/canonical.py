@@ -14,7 +14,7 @@ from .storage_graph import StorageGraph, nodes_of
 def lower_sequence(
     graph: Graph,
     storages: StorageGraph,
-    sequence: Sequence[frozenset[int]],
+    part: Sequence[int],
     *,
     liveness: bool = True,
     keeps_last: bool = True,
@@ -27,23 +27,18 @@ def lower_sequence(
     Args:
         graph: The operations.
         storages: The graph as storages.
-        sequence: An increasing sequence of lower sets of storages, the last of them all.
+        part: For each storage the number i of the part Vᵢ = Lᵢ ∖ Lᵢ₋₁ that holds it.
         liveness: Whether each value goes right after its last use (and is recomputed right before its first), or
             with its part, as the canonical strategy says.
         keeps_last: Whether the last part is kept for its backward, which follows at once, or recomputed as well.
 
     Reference: Kusumoto et al. 2019, section 3 (canonical strategy); section 5 and Appendix C (liveness analysis).
     """
-    part = [0] * len(storages.owners)
-    previous: frozenset[int] = frozenset()
-    for number, lower_set in enumerate(sequence):
-        for v in lower_set - previous:
-            part[v] = number
-        previous = lower_set
     # v is in ∂(Lᵢ) for some i exactly if a later part than its own reads it.
     kept = {a for a, b in storages.edges if part[b] > part[a]}
     if keeps_last:
-        kept |= {v for v, number in enumerate(part) if number == len(sequence) - 1}
+        last = max(part, default=0)
+        kept |= {v for v, number in enumerate(part) if number == last}
     outputs = nodes_of(storages, kept)
     if liveness:
         return lower_kept(graph, outputs)

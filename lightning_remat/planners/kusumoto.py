@@ -257,9 +257,9 @@ def _strategies(graph: Graph, family: Family, objective: Objective, liveness: bo
     memories = tuple(round(size * _RESOLUTION / total) for size in storages.sizes)
     problem = LowerSetProblem(storages.seconds, memories, storages.edges)
     schedules: dict[Schedule, None] = {}
-    for sequence in _best_sequences(problem, _planning_table(problem, family), objective, _NUM_BUDGETS[family]):
+    for part in _best_partitions(_planning_table(problem, family), objective, _NUM_BUDGETS[family]):
         for keeps_last in (True, False):
-            schedule = lower_sequence(graph, storages, sequence, liveness=liveness, keeps_last=keeps_last)
+            schedule = lower_sequence(graph, storages, part, liveness=liveness, keeps_last=keeps_last)
             schedules.setdefault(schedule)
     return tuple(schedules)
 
@@ -284,23 +284,24 @@ def _planning_table(problem: LowerSetProblem, family: Family) -> LowerSetTable:
     return tabulate(problem, merged, is_complete=False)
 
 
-def _best_sequences(
-    problem: LowerSetProblem, table: LowerSetTable, objective: Objective, num_budgets: int
-) -> Iterator[list[frozenset[int]]]:
-    """One part of everything, and the best sequence at each of several budgets, dense at the low end.
+def _best_partitions(table: LowerSetTable, objective: Objective, num_budgets: int) -> Iterator[list[int]]:
+    """For each node the number of its part: all in one, then by the best sequences at several budgets.
 
-    The budgets run from the least one to that of the finest sequence in the order of the nodes, which recomputes no
-    more than any other: only nodes that nothing reads.
+    The budgets run from the least one to M(V), about what it takes to cache everything, dense at the low end.
     """
-    count = len(problem.times)
-    yield [frozenset(range(count))]
+    whole = len(table.masks) - 1
     least = least_budget_units(table)
-    finest = cost(problem, [frozenset(range(size)) for size in range(1, count + 1)])
-    most = max(float(least), table.units_of(finest.peak))
-    found: set[tuple[int, ...]] = set()
+    most = max(float(least), float(table.memory[-1]))
+    found: dict[tuple[int, ...], None] = {(whole,) if whole else (): None}
     for step in range(num_budgets):
         rows = best_sequence(table, least + (most - least) * (step / num_budgets) ** 2, objective)
         assert rows is not None, "the least budget suffices"
-        if tuple(rows) not in found:
-            found.add(tuple(rows))
-            yield [frozenset(members(table.masks[row])) for row in rows]
+        found.setdefault(tuple(rows))
+    for sequence in found:
+        part = [0] * table.masks[-1].bit_length()
+        previous = 0
+        for number, row in enumerate(sequence):
+            for v in members(table.masks[row] & ~previous):
+                part[v] = number
+            previous = table.masks[row]
+        yield part

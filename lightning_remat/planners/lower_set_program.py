@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import floor
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
 
     Args:
         table: The family of lower sets.
-        budget_units: In the table's units.
+        budget_units: In the table's units; rounded down to whole ones.
         objective: What to optimize.
 
     Reference: Kusumoto et al. 2019, Algorithm 1 (with max in place of min at line 15 for `"memory"`).
@@ -32,7 +33,8 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
     arcs, count = table.arcs, len(table.masks)
     if count == 1:
         return []
-    budget_units = min(budget_units, 6 * float(table.memory[-1]) + 1)  # equation (2) has less than six terms of M(V)
+    # Equation (2) has less than six terms of M(V); memory comes in whole units.
+    budget_units = float(floor(min(budget_units, 6 * float(table.memory[-1]) + 1)))
     steps = (arcs.source, arcs.cached, arcs.start, table.memory, table.beyond, budget_units)
     least = least_cached(*steps)
     if least[-1] == np.inf:
@@ -40,17 +42,17 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
     most = most_cached(*steps)
     gain = arcs.overhead if objective == "time" else -arcs.overhead
     width, bound = _bounds(table, gain, budget_units, least, most)
-    floor, total = float(bound[0, 0]), table.total_time
+    lowest, total = float(bound[0, 0]), table.total_time
     limited = (arcs.source, arcs.cached, gain, arcs.start, table.memory, table.beyond, budget_units, least, most)
-    share = 0.0005
+    share = 0.0  # enough where the bound is exact
     while True:
         # The slack beyond the share covers the rounding of some thousand sums in single precision.
-        limit = floor + (share + _ROUNDING) * total if share < 2 else np.inf
+        limit = lowest + (share + _ROUNDING) * total if share < 2 else np.inf
         t, _, parent, begin = fronts(*limited, bound, width, limit)
         if begin[-2] < begin[-1]:
             return _trace(parent, begin, int(begin[-2] + np.argmin(t[begin[-2] :])))
         assert share < 2, "a feasible budget has a sequence"
-        share *= 2
+        share = max(2 * share, 0.0005)
 
 
 def _bounds(table: LowerSetTable, gain: Any, budget_units: float, least: Any, most: Any) -> tuple[float, Any]:
@@ -92,7 +94,9 @@ def least_budget_units(table: LowerSetTable) -> int:
     arcs = table.arcs
 
     def is_enough(budget: int) -> bool:
-        return bool(least_cached(arcs.source, arcs.cached, arcs.start, table.memory, table.beyond, budget)[-1] < np.inf)
+        return bool(
+            least_cached(arcs.source, arcs.cached, arcs.start, table.memory, table.beyond, float(budget))[-1] < np.inf
+        )
 
     low, high = -1, int(2 * table.memory[-1])  # the one step ∅ → V needs 2·M(V)
     while high - low > 1:
