@@ -147,13 +147,24 @@ def _decisions(plan: Plan) -> list[str]:
 def _places(graph: Graph, nodes: list[int]) -> list[str]:
     """The outermost modules that hold the nodes, with how many where it is not all of the kind there."""
     kind = graph.nodes[nodes[0]].kind
-    inside = Counter(_module(graph.nodes[n].name) for n in nodes)
-    total = Counter(_module(node.name) for node in graph.nodes if node.kind == kind)
+    depth = _depth(graph)
+    inside = Counter(_module(graph.nodes[n].name, depth) for n in nodes)
+    total = Counter(_module(node.name, depth) for node in graph.nodes if node.kind == kind)
     return [name if inside[name] == total[name] else f"{name} ({inside[name]} of {total[name]})" for name in inside]
 
 
-def _module(name: str) -> str:
-    return name.split(".", 1)[0]
+def _depth(graph: Graph) -> int:
+    """How many parts of a module's name tell places apart: one more than what nearly all nodes share."""
+    depth = 1
+    while Counter(_module(node.name, depth) for node in graph.nodes).most_common(1)[0][1] > 0.8 * len(graph.nodes):
+        depth += 1
+        if all(node.name.count(".") < depth for node in graph.nodes):
+            break
+    return depth
+
+
+def _module(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
 
 
 def _listed(words: list[str], most: int = 6) -> str:
