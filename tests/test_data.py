@@ -124,6 +124,12 @@ def test_scenes_hold_every_class():
     data = ready(Scenes(num_train=64))
     present = torch.stack([labels for _, labels in data.train_set]).unique()
     assert present.tolist() == list(range(11))
+    few = ready(Scenes(num_train=16, kinds=(7, 0)))
+    assert torch.stack([labels for _, labels in few.train_set]).unique().tolist() == [0, 1, 2]
+    sevens = few.train_set.digits[few.train_set.classes == 0]
+    originals, names = load_digits(return_X_y=True)
+    found = {tuple(seven.flatten().mul(16).round().int().tolist()) for seven in sevens}
+    assert found <= {tuple(map(int, image)) for image in originals[names == 7]}
 
 
 @pytest.mark.parametrize(("level", "joint"), [("character", ""), ("word", " ")])

@@ -1,5 +1,7 @@
 """Scenes: real digits pasted on crops of real photographs, with exact labels for every pixel, at any size."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
@@ -11,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from data.loaders import evaluation_loader, training_loader
 from data.photographs import TEST, TRAIN, VALIDATION, photograph
 
-NUM_CLASSES = 11  # the background, then the digits 0 to 9
 INK = 0.5  # a pixel belongs to a digit where the digit covers more than this part of it
 
 
@@ -21,7 +22,7 @@ class SceneDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         photographs: names of the backgrounds.
         digits: intensities in [0, 1], shape (n, 8, 8).
-        classes: of the digits, shape (n,).
+        classes: of the digits, from 0, shape (n,); in the labels the background is 0 and class k is k + 1.
         image_size: side of a scene in pixels.
         num_scenes: length of the data set.
         channels: 3, or 1 for grey scenes.
@@ -85,11 +86,12 @@ class SceneDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Scenes(LightningDataModule):
-    """Segmentation into background and ten digits; parts share neither a digit image nor a photograph.
+    """Segmentation into background and digits; parts share neither a digit image nor a photograph.
 
     Args:
         batch_size: samples a batch; read whenever a loader is made.
         image_size: side of the scenes in pixels.
+        kinds: the digits that occur; the first is class 1, and class 0 is the background.
         num_train: scenes to train on; validation and test have a quarter of that each.
         channels: 3, or 1 for grey scenes.
         num_workers: worker processes a loader.
@@ -100,6 +102,7 @@ class Scenes(LightningDataModule):
         self,
         batch_size: int = 16,
         image_size: int = 64,
+        kinds: Sequence[int] = tuple(range(10)),
         num_train: int = 1024,
         channels: int = 3,
         num_workers: int = 0,
@@ -108,6 +111,7 @@ class Scenes(LightningDataModule):
         super().__init__()
         self.batch_size = batch_size
         self.image_size = image_size
+        self.kinds = tuple(kinds)
         self.num_train = num_train
         self.channels = channels
         self.num_workers = num_workers
@@ -116,14 +120,15 @@ class Scenes(LightningDataModule):
     def setup(self, stage: str) -> None:
         pixels, classes = load_digits(return_X_y=True)
         digits = torch.from_numpy(pixels).float().reshape(-1, 8, 8) / 16
-        labels = torch.from_numpy(classes).long()
-        order = torch.from_numpy(np.random.default_rng(self.seed).permutation(len(labels)))
+        order = np.random.default_rng(self.seed).permutation(len(classes))
+        kind_of = {kind: number for number, kind in enumerate(self.kinds)}
 
-        def part(number: int, photographs: tuple[str, ...], chosen: Tensor, num_scenes: int) -> SceneDataset:
+        def part(number: int, photographs: tuple[str, ...], chosen: np.ndarray, num_scenes: int) -> SceneDataset:
+            wanted = [int(index) for index in chosen if classes[index] in kind_of]
             return SceneDataset(
                 photographs,
-                digits[chosen],
-                labels[chosen],
+                digits[wanted],
+                torch.tensor([kind_of[classes[index]] for index in wanted]),
                 image_size=self.image_size,
                 num_scenes=num_scenes,
                 channels=self.channels,
