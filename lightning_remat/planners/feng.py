@@ -67,8 +67,7 @@ def plan_feng(graph: Graph, budget_bytes: int) -> Schedule:
 
     The segments come from the division tree: for each cost that the costliest segment may have, the stored set of
     least memory, from "store all" to "store the ends". Of these at most 128 are simulated, each with its last
-    segment kept (whose backward follows at once) and not. A vertex is a storage with its tape; a virtual source
-    and target of no cost stand for the graph's inputs and for the loss.
+    segment kept (whose backward follows at once) and not.
 
     Args:
         graph: The operations.
@@ -85,6 +84,21 @@ def plan_feng(graph: Graph, budget_bytes: int) -> Schedule:
     return fastest_that_fits(graph, budget_bytes, _family(graph), planner="feng")
 
 
+def storage_problem(graph: Graph) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """Costs and edges for `solve`, and the nodes of vertices 1, 2, … between the virtual source and target.
+
+    A vertex is a storage with its tape; the source stands for the graph's inputs, the target for the loss.
+    """
+    vertices = [n for n, root in enumerate(graph.roots) if root == n]
+    place = {n: position for position, n in enumerate(vertices, 1)}
+    target = len(vertices) + 1
+    edges = {(place[graph.roots[i]], place[n]) for n in vertices for i in graph.nodes[n].inputs}
+    edges |= {(0, v) for v in set(range(1, target)) - {b for _, b in edges}}
+    edges |= {(v, target) for v in set(range(target)) - {a for a, _ in edges}}
+    nodes = [graph.nodes[n] for n in vertices]
+    return [0, *(n.output_bytes + n.tape_bytes for n in nodes), 0], sorted(edges), vertices
+
+
 _MOST_CANDIDATES = 128
 
 
@@ -92,14 +106,9 @@ def _family(graph: Graph) -> Iterator[Schedule]:
     """Depends on the graph alone, so that more budget never makes the answer slower."""
     everything = range(len(graph.nodes))
     yield lower_kept(graph, everything)
-    vertices = [n for n in everything if graph.roots[n] == n]
-    place = {n: position for position, n in enumerate(vertices, 1)}
-    target = len(vertices) + 1
-    edges = {(place[graph.roots[i]], place[n]) for n in vertices for i in graph.nodes[n].inputs}
-    edges |= {(0, v) for v in set(range(1, target)) - {b for _, b in edges}}
-    edges |= {(v, target) for v in set(range(target)) - {a for a, _ in edges}}
-    nodes = [graph.nodes[n] for n in vertices]
-    problem = _problem([0, *(n.output_bytes + n.tape_bytes for n in nodes), 0], sorted(edges))
+    costs, edges, vertices = storage_problem(graph)
+    target = len(costs) - 1
+    problem = _problem(costs, edges)
     terms = [term for term, _, _ in _trade_off(problem)]
     step = max(1, -(-len(terms) // _MOST_CANDIDATES))
     for term in dict.fromkeys([*terms[::step], *terms[-1:]]):
