@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import NamedTuple
 
 from .budget import format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .result import Candidate
+from .schedule_pool import SchedulePool, make_pool
 from .settings import Settings
 from .step_planner import StepPlan, plain_timeline, plan_step
 from .trial import StepModel
@@ -43,6 +42,7 @@ class CandidateSearch:
         trials: Batch size → its candidate.
         steps: Batch size → its plan, where one fits.
         error: The last one of the planner.
+        pool: Schedules made at a profiled size, replayed at others.
     """
 
     present_size: int
@@ -55,6 +55,7 @@ class CandidateSearch:
     trials: dict[int, Candidate] = field(default_factory=dict[int, Candidate])
     steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
     error: InfeasibleBudgetError | None = None
+    pool: SchedulePool | None = None
 
     def plain_peak(self, size: int) -> int:
         """Predicted peak of the step without recomputation."""
@@ -70,33 +71,50 @@ class CandidateSearch:
         plain = self.plain_peak(size if len(self.sizes) == 1 else self.present_size)
         return parse_budget(wanted, plain_peak_bytes=plain, device_bytes=0)
 
-    def fits(self, size: int) -> bool:
-        """Plans for a batch size, once for each state of the model."""
+    def fits(self, size: int, *, ask_planner: bool = True) -> bool:
+        """Plans for a batch size, once for each state of the model; with earlier schedules only, if they will do."""
         if size in self.trials:
             return self.trials[size].fits
         graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
         plain = plain_timeline(self.model.keys, graphs, around)
         plain_rate = size / max(sum(plain.seconds), 1e-12)
+        budget = int(self.budget(size) * self.tight)
+        step = None if plain.peak_bytes <= budget else self._pooled(size)
+        if step is not None and not ask_planner:
+            return self._record(size, step, plain.peak_bytes, plain_rate)
         try:
-            budget = self.budget(size)
-            step = plan_step(self.model.keys, graphs, int(budget * self.tight), self.settings.planner, around)
+            planned = plan_step(self.model.keys, graphs, budget, self.settings.planner, around)
+            step = planned if step is None or planned.seconds <= step.seconds else step
         except InfeasibleBudgetError as error:
             self.error = error
-            reason = f"needs {format_bytes(error.minimum_bytes)}"
-            self.trials[size] = Candidate(
-                size, plain.peak_bytes, int(error.minimum_bytes), None, None, plain_rate, False, reason
-            )
-            return False
-        overhead = step.recompute_overhead
-        limit = self.settings.max_overhead
+            if step is None:
+                needed = int(error.minimum_bytes)
+                reason = f"needs {format_bytes(needed)}"
+                self.trials[size] = Candidate(size, plain.peak_bytes, needed, None, None, plain_rate, False, reason)
+                return False
+        return self._record(size, step, plain.peak_bytes, plain_rate)
+
+    def _record(self, size: int, step: StepPlan, plain_peak_bytes: int, plain_rate: float) -> bool:
+        overhead, limit = step.recompute_overhead, self.settings.max_overhead
         fits = limit is None or overhead <= limit
         reason = "" if fits else f"overhead above {limit:.0%}"
         rate = size / max(step.seconds, 1e-12)
-        self.trials[size] = Candidate(
-            size, plain.peak_bytes, step.predicted_peak_bytes, overhead, rate, plain_rate, fits, reason
-        )
+        peak = step.predicted_peak_bytes
+        self.trials[size] = Candidate(size, plain_peak_bytes, peak, overhead, rate, plain_rate, fits, reason)
         self.steps[size] = step
         return fits
+
+    def _pooled(self, size: int) -> StepPlan | None:
+        """A plan for a batch size without asking the planner; None if none of its earlier schedules serves."""
+        if len(self.sizes) == 1 or self.model.line is None:
+            return None
+        if self.pool is None:
+            at = self.model.line.large
+            graphs, around = self.model.graphs_at(at), self.model.surroundings_at(at)
+            self.pool = make_pool(self.model.keys, graphs, self.settings.planner, around)
+        graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
+        budget = int(self.budget(size) * self.tight)
+        return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead)
 
     def correct(self, excess_bytes: int, size: int) -> None:
         """The model learns from a measured step; what was planned by the old one is stale."""
@@ -132,72 +150,52 @@ class CandidateSearch:
         return top, f"{top} is the largest size that fits: {after.batch_size} {after.reason}"
 
     def _largest(self) -> int | None:
-        """Index of the largest size that fits: doubling up from the largest that the plain step allows.
+        """Index of the largest size that fits, by the planner's word for it and for the size after it.
 
-        Between a size that fits and one that does not, the next guess is where the line through the lowest peaks
-        meets the budget, which is all but exact; every third is the middle, in case it is not.
+        Schedules made at a profiled size say where about that is; from there the planner is asked.
         """
         last = len(self.sizes) - 1
-        low = self._largest_plain()
-        high = last + 1
+        low = self._last_index(lambda size: self.plain_peak(size) <= self.budget(size) * self.tight, -1)
         if low >= 0:
             self.fits(self.sizes[low])  # on record, to compare with
-        stride = max(1, low)
+        if low < last:
+            low = self._last_index(lambda size: self._pooled(size) is not None, low)
+        high, stride = last + 1, 1
         while low < last:
             at = min(last, low + stride)
             if not self.fits(self.sizes[at]):
                 high = at
                 break
             low, stride = at, stride * 2
-        for i in count(1):
-            if high - low <= 1:
-                break
-            at = (low + high) // 2 if i % 3 == 0 else min(max(self._crossing(), low + 1), high - 1)
-            if self.fits(self.sizes[at]):
-                low = at
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.fits(self.sizes[middle]):
+                low = middle
             else:
-                high = at
+                high = middle
         if low < 0:
             self.fits(self.sizes[0])  # for the error
             return None
         self.fits(self.sizes[low])
         return low
 
-    def _largest_plain(self) -> int:
-        """Index of the largest size that needs no plan; -1 if none does."""
-        low, high = -1, len(self.sizes)
+    def _last_index(self, holds: Callable[[int], bool], low: int) -> int:
+        """The largest index whose size `holds` is true of, from `low` (true, or -1) on."""
+        high = len(self.sizes)
         while high - low > 1:
             middle = (low + high) // 2
-            size = self.sizes[middle]
-            if self.plain_peak(size) <= self.budget(size) * self.tight:
+            if holds(self.sizes[middle]):
                 low = middle
             else:
                 high = middle
         return low
-
-    def _crossing(self) -> int:
-        """Index of the size whose lowest peak is about the budget, by the two smallest sizes known not to fit."""
-        known = sorted(
-            (c.batch_size, c.predicted_peak_bytes) for c in self.trials.values() if c.samples_per_second is None
-        )
-        if not known:  # what fails is not memory but the overhead
-            return -1
-        size, peak = known[0]
-        fixed, fixed_peak = 0, self.plain_peak(0)
-        if len(known) > 1:
-            fixed, fixed_peak = known[1]
-        slope = (peak - fixed_peak) / (size - fixed)
-        if slope <= 0:
-            return -1
-        crossing = fixed + (self.budget(size) * self.tight - fixed_peak) / slope
-        return bisect_right(self.sizes, int(crossing)) - 1
 
     def _fastest(self, largest: int) -> tuple[int, str]:
         """The size with the most samples per second, on a geometric grid refined around its best."""
         steps = min(_NUM_THROUGHPUT_SIZES, largest + 1)
         grid = {round((largest + 1) ** (i / max(1, steps - 1))) - 1 for i in range(steps)} | {largest}
         for index in grid:
-            self.fits(self.sizes[index])
+            self.fits(self.sizes[index], ask_planner=False)
         for _ in range(3):
             best = max(grid, key=self._rate)
             ordered = sorted(grid)
@@ -205,10 +203,12 @@ class CandidateSearch:
             for neighbour in ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]:
                 middle = (best + neighbour) // 2
                 if middle not in grid:
-                    self.fits(self.sizes[middle])
+                    self.fits(self.sizes[middle], ask_planner=False)
                     grid.add(middle)
         best = max(grid, key=self._rate)
         size = self.sizes[best]
+        del self.trials[size]
+        self.fits(size)  # the planner may know better than its earlier schedules, never worse
         return size, f"{size} has the most samples per second, {self._rate(best):.4g}, of {len(grid)} sizes planned"
 
     def _rate(self, index: int) -> float:

@@ -1,0 +1,80 @@
+"""Schedules planned at one batch size and replayed at others: a search then asks the planner only near its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .errors import InfeasibleBudgetError
+from .graph import Graph
+from .lowering import lower_kept
+from .planner import Plan
+from .schedule import Schedule
+from .simulator import Simulation, simulate
+from .step_memory import Surroundings
+from .step_planner import StepPlan, plain_timeline, plan_step
+
+_NUM_BUDGETS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePool:
+    """Schedules between the lowest peak and the plain step.
+
+    Attributes:
+        planner: Name of the planner that made them.
+        entries: For each, region name → schedule.
+    """
+
+    planner: str
+    entries: tuple[dict[str, Schedule], ...]
+
+    def best(
+        self,
+        keys: Sequence[str],
+        graphs: dict[str, Graph],
+        budget_bytes: int,
+        surroundings: Surroundings,
+        max_overhead: float | None,
+    ) -> StepPlan | None:
+        """The fastest of them that stays within the budget (and the overhead) on these graphs; None if none does."""
+        plain = {k: simulate(g, lower_kept(g, range(len(g.nodes)))) for k, g in graphs.items()}
+        found: StepPlan | None = None
+        for entry in self.entries:
+            plans = {k: self._plan(g, entry[k], budget_bytes, plain[k]) for k, g in graphs.items()}
+            step = StepPlan(budget_bytes, tuple(keys), plans, surroundings)
+            if step.predicted_peak_bytes > budget_bytes:
+                continue
+            if max_overhead is not None and step.recompute_overhead > max_overhead:
+                continue
+            if found is None or step.seconds < found.seconds:
+                found = step
+        return found
+
+    def _plan(self, graph: Graph, schedule: Schedule, budget_bytes: int, plain: Simulation) -> Plan:
+        return Plan(self.planner, budget_bytes, schedule, simulate(graph, schedule), graph, plain)
+
+
+def make_pool(
+    keys: Sequence[str],
+    graphs: dict[str, Graph],
+    planner: str | Callable[..., Schedule],
+    surroundings: Surroundings,
+) -> SchedulePool:
+    """What the planner answers to budgets from the lowest that it can serve to the plain step's peak."""
+    most = plain_timeline(keys, graphs, surroundings).peak_bytes
+    try:
+        least = plan_step(keys, graphs, 1, planner, surroundings).predicted_peak_bytes
+    except InfeasibleBudgetError as error:
+        least = int(error.minimum_bytes)
+    entries: dict[tuple[str, ...], dict[str, Schedule]] = {}
+    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    for i in range(_NUM_BUDGETS):
+        budget = least + (most - least) * i // _NUM_BUDGETS
+        try:
+            step = plan_step(keys, graphs, budget, planner, surroundings)
+        except InfeasibleBudgetError:  # the optimizer's step alone, or several regions that bound each other
+            continue
+        schedules = {k: p.schedule for k, p in step.plans.items()}
+        entries[tuple(map(str, schedules.values()))] = schedules
+    return SchedulePool(name, tuple(entries.values()))
