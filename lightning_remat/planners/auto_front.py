@@ -24,6 +24,8 @@ ACTIONS_PER_EFFORT = 110_000_000
 
 USUAL_NODES = 1200
 
+MAX_IDLE_ROUNDS = 6
+
 
 @lru_cache(maxsize=8)
 def build_front(graph: Graph, effort: float = 1.0) -> tuple[Problem, Front]:
@@ -64,9 +66,13 @@ class FrontBuilder:
         for k in range(NUM_FIRST_LEVELS - 1, -1, -1):
             limit = self.bound + span * k // NUM_FIRST_LEVELS
             self._tell(1 - k / NUM_FIRST_LEVELS, "the lowest peak")
-            state = self._step_down(state, limit)
-            if self.front.peaks[0] > limit or self.search.num_actions > 0.3 * self.last:
-                break
+            if self.search.num_actions < 0.3 * self.last:
+                state = self._step_down(state, limit)
+                if self.front.peaks[0] > limit:
+                    break
+            else:  # too large a graph to walk down: from here on the programs lead
+                for seed in self._seeds(limit):
+                    self._settle(seed, limit)
         low, high = self.bound, self.front.peaks[0]
         for _ in range(7):
             limit = (low + high) // 2
@@ -100,15 +106,18 @@ class FrontBuilder:
             self.search.refill(self._best(limit), limit)
 
     def polish(self) -> None:
-        """Kicks at every level in turn until the effort is spent."""
+        """Kicks at every level in turn until the effort is spent or several rounds in a row have found nothing."""
         random = np.random.default_rng(0)
         last = max(self.last, self.search.num_actions + self.last // 8)
-        while self.search.num_actions < last:
+        idle_rounds = 0
+        while self.search.num_actions < last and idle_rounds < MAX_IDLE_ROUNDS:
+            before = list(self.front.seconds), list(self.front.peaks)
             for limit in self.levels():
                 self._tell(self.search.num_actions / last, "improving")
                 self.search.kick(self._best(limit), limit, random)
                 if self.search.num_actions >= last:
                     break
+            idle_rounds = 0 if before != (self.front.seconds, self.front.peaks) else idle_rounds + 1
 
     def _tell(self, fraction: float, stage: str) -> None:
         self.progress.update(fraction, stage)

@@ -13,6 +13,9 @@ from .gaps import END, HELD, START, VALUE, bar, excess_of, find_room, list_gaps,
 BATCH = 12
 """Moves tried at a time, best guess first."""
 
+NODES_PER_MOVE = 150
+"""A graph of so many nodes takes one more move a time."""
+
 LEAST_SECONDS = 1e-9
 
 ACTIONS_PER_CALL = 1500
@@ -72,25 +75,28 @@ class Search:
         windows = state.windows.copy()
         peak, seconds, num_actions = self.replay(windows)
         while num_actions and peak > limit:
-            row = self._best_drop(windows, seconds, num_actions, limit)
-            if row is not None:
+            drops = self._best_drops(windows, seconds, num_actions, limit)
+            for row in drops:
                 bar(windows, row[VALUE], row[START], row[END])
+            if drops:
+                pass
             elif not probes or not self._probe(windows, limit, probes):
                 break
             peak, seconds, num_actions = self.replay(windows)
         return State(peak, seconds, windows)
 
-    def _best_drop(self, windows: Small, seconds: float, num_actions: int, limit: int) -> Small | None:
-        """The held gap to drop, or None where none lowers the excess."""
+    def _best_drops(self, windows: Small, seconds: float, num_actions: int, limit: int) -> list[Small]:
+        """The held gap to drop, in large graphs with others about as good; none where none lowers the excess."""
         excess = excess_of(self.work, limit)
         rows, gains = self._drops(num_actions, limit)
         if not len(rows):
-            return None
+            return []
         keys = [(r[0], r[1], r[2]) for r in rows.tolist()]
         guessed = np.array([max(self.guesses.get(key, LEAST_SECONDS), LEAST_SECONDS) for key in keys])
         worth = gains / guessed
         order = np.argsort(-worth, kind="stable")
-        best, best_row = 0.0, None
+        best = 0.0
+        tried: list[tuple[float, float, int]] = []
         for at in range(0, min(len(order), 4 * BATCH), BATCH):
             chosen = order[at : at + BATCH]
             if best >= worth[chosen[0]]:
@@ -98,9 +104,17 @@ class Search:
             _, new_seconds, new_excess = self._try(windows, rows[chosen], limit)
             for k, s, e in zip(chosen.tolist(), new_seconds.tolist(), new_excess.tolist(), strict=True):
                 self.guesses[keys[k]] = cost = max(s - seconds, LEAST_SECONDS)
-                if e < excess and (excess - e) / cost > best:
-                    best, best_row = (excess - e) / cost, rows[k]
-        return best_row
+                if e < excess:
+                    best = max(best, (excess - e) / cost)
+                    tried.append(((excess - e) / cost, excess - e, k))
+        tried.sort(reverse=True)
+        drops: list[Small] = []
+        for value, lowered, k in tried[: 1 + len(self.problem.seconds) // NODES_PER_MOVE]:
+            if excess <= 0 or value < 0.9 * best:
+                break
+            excess -= lowered
+            drops.append(rows[k])
+        return drops
 
     def _drops(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
         """Held gaps over steps above the limit, and the most that each may free there."""
@@ -143,10 +157,11 @@ class Search:
                 if excess_of(self.work, limit) < excess:
                     windows[:] = trial
                     return True
-                row = self._best_drop(trial, now, num_actions, limit)
-                if row is None:
+                drops = self._best_drops(trial, now, num_actions, limit)
+                if not drops:
                     break
-                bar(trial, row[VALUE], row[START], row[END])
+                for row in drops:
+                    bar(trial, row[VALUE], row[START], row[END])
         return False
 
     def refill(self, state: State, limit: int) -> State:
@@ -161,7 +176,8 @@ class Search:
             keys = [(r[0], r[1], r[2]) for r in rows.tolist()]
             worth = np.array([savings.get(key, guess) for key, guess in zip(keys, guesses.tolist(), strict=True)])
             order = np.argsort(-worth, kind="stable")
-            best, best_row = LEAST_SECONDS, None
+            best = LEAST_SECONDS
+            tried: list[tuple[float, int]] = []
             for at in range(0, len(order), BATCH):
                 chosen = order[at : at + BATCH]
                 if best >= worth[chosen[0]]:
@@ -169,12 +185,26 @@ class Search:
                 peaks, new_seconds, _ = self._try(windows, rows[chosen], limit)
                 for k, p, s in zip(chosen.tolist(), peaks.tolist(), new_seconds.tolist(), strict=True):
                     savings[keys[k]] = saved = seconds - s if p <= limit else 0.0
-                    if saved > best:
-                        best, best_row = saved, rows[k]
-            if best_row is None:
+                    best = max(best, saved)
+                    tried.append((saved, k))
+            if best <= LEAST_SECONDS:
                 break
-            unbar(windows, best_row[VALUE], best_row[START], best_row[END])
-            peak, seconds, num_actions = self.replay(windows)
+            tried.sort(reverse=True)
+            for number, (saved, k) in enumerate(tried[: 1 + len(self.problem.seconds) // NODES_PER_MOVE]):
+                if saved < 0.9 * best:
+                    break
+                v, start, end, _ = rows[k]
+                before = windows[v].copy()
+                unbar(windows, v, start, end)
+                new_peak, new_seconds, new_num_actions = self.replay(windows)
+                if number and not (new_peak <= limit and new_seconds < seconds):
+                    windows[v] = before
+                    break
+                peak, seconds, num_actions = new_peak, new_seconds, new_num_actions
+            else:
+                continue
+            if number:
+                peak, seconds, num_actions = self.replay(windows)
         return State(peak, seconds, windows)
 
     def _holds(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
