@@ -16,14 +16,16 @@ from .batch_size import find, lowest_peak
 from .budget import Budget
 from .errors import InfeasibleBudgetError
 from .footprint import optimizer_tensors, tensors_in
-from .lightning_private import logging_step, should_log, tap_loaders
+from .lightning_private import logging_step, should_log, tap_loaders, wrap_steps
 from .lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap
 from .lightning_trial import LightningTrial
+from .oom_retry import StepRetry
 from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result
 from .resume import fingerprint, resumed_result, to_state
 from .schedule import Schedule
+from .self_check import find_difference
 from .settings import Settings
 from .step_clock import Reading, StepClock
 from .trial import install, uninstall
@@ -150,6 +152,10 @@ class Rematerialization(Callback):
                 rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
                 result, modules = find(trial, lowest_peak(self.settings, error))
         self._undo.append(lambda: uninstall(modules))
+        if self.settings.self_check and (difference := find_difference(trial, result.step, modules)) is not None:
+            uninstall(modules)
+            rank_zero_warn(f"Rematerialization leaves the model as it is: a planned step differs in its {difference}")
+            return
         if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
             apply_batch_size(trainer, result.batch_size, self.settings)
             self._batch_size = result.batch_size
@@ -160,6 +166,11 @@ class Rematerialization(Callback):
                 Path(self.settings.plan_path).write_text(json.dumps(self._state))
         self._write_reports(trainer)
         self._clock = StepClock(trial.device)
+        if self.settings.on_oom == "replan":
+            if trainer.world_size > 1 or not pl_module.automatic_optimization:
+                rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
+            else:
+                self._undo.append(wrap_steps(trainer, StepRetry(trainer, self.settings, result, modules)))
 
     def _stored(self, mark: str) -> Result | None:
         """The result of a resumed run or of `plan_path`, if it was made for this model, device and settings."""

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 
 def training_loaders(trainer: Trainer) -> CombinedLoader:
@@ -60,12 +61,12 @@ def takes_loader_iterator(module: LightningModule) -> bool:
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
-def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) -> None:
-    """One training step with backward and optimizer, in Lightning's order of events."""
+def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) -> Any:
+    """The loss of one training step with backward and optimizer, in Lightning's order of events."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
-        run_training_step(trainer, batch)
-        return
+        return run_training_step(trainer, batch)
+    losses: list[Any] = []
     optimizer = trainer.strategy._lightning_optimizers[0]
 
     def closure() -> Any:
@@ -76,9 +77,11 @@ def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) ->
         if result.closure_loss is None:
             return None
         trainer.strategy.backward(result.closure_loss, cast(Any, optimizer))
+        losses.append(result.loss)
         return result.loss
 
     module.optimizer_step(trainer.current_epoch, 0, optimizer, closure)
+    return losses[0] if losses else None
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -129,6 +132,45 @@ def without_optimization(trainer: Trainer) -> Generator[None]:
         for name in ("backward", "optimizer_step"):
             strategy.pop(name, None)
         strategy.update(before)
+
+
+def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], Any]) -> Callable[[], None]:
+    """Runs every forward-and-backward of automatic optimization as `wrap(step, batch, is_accumulating)`.
+
+    Returns:
+        What undoes it.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    original = loop._make_closure
+
+    def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        closure: Any = original(kwargs, optimizer, batch_idx)
+        step = closure.closure
+        is_accumulating = batch_idx % trainer.accumulate_grad_batches != 0
+        closure.closure = lambda: wrap(step, next(iter(kwargs.values())), is_accumulating)
+        return closure
+
+    vars(loop)["_make_closure"] = make_closure
+
+    def undo() -> None:
+        vars(loop).pop("_make_closure", None)
+
+    return undo
+
+
+def logged_results(trainer: Trainer) -> list[nn.Module]:
+    """The metrics in which `self.log` accumulates, as modules with their state."""
+    results: Any = trainer._results
+    return [] if results is None else [_Logged(results)]
+
+
+class _Logged(nn.Module):
+    """Holds the logged results as an attribute, whose content is recorded, and their metrics as submodules."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleList(v for v in results.values() if isinstance(v, nn.Module))
+        vars(self)["results"] = results
 
 
 def gradient_scaler(trainer: Trainer) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from .batch_resizing import batch_size_of, has_batch_dimension, resized
 from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
@@ -24,6 +25,7 @@ from .loaders import first_batch, num_samples_in
 from .meter import measure_peak
 from .preserve import preserved, preserved_random
 from .regions import Call, find_calls
+from .settings import Settings
 from .step_memory import Surroundings
 from .trial import STEPS_PER_TRIAL
 
@@ -52,6 +54,35 @@ class LightningTrial:
         self.batch_size = batch_size_of(self.batch) if self.has_batch_dimension else 1
         num_samples = num_samples_in(loaders)
         self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
+
+    @classmethod
+    def of_batch(cls, trainer: Trainer, batch: Any, settings: Settings) -> LightningTrial:
+        """The step on one batch that is on the device already, during training."""
+        trial = cls.__new__(cls)
+        trial.trainer, trial.modules = trainer, settings.modules
+        trial.effective_batch_size = settings.effective_batch_size
+        trial.device, trial.num_devices = trainer.strategy.root_device, trainer.world_size
+        trial.batch, trial.has_batch_dimension = batch, has_batch_dimension(batch)
+        trial.batch_size = batch_size_of(batch) if trial.has_batch_dimension else 1
+        trial._batch = trial.batch_size, batch
+        trial.most_samples = None
+        return trial
+
+    def outcome(self, batch_size: int) -> dict[str, Tensor]:
+        """All that a training step with optimizer produces, by name; undone afterwards."""
+        module = self.trainer.lightning_module
+        with self.undone():
+            loss = run_optimization(self.trainer, self.batch_of(batch_size))
+            found = {f"loss {i}": t.detach().clone() for i, t in enumerate(tensors_in(loss))}
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    found[f"gradient of {name}"] = parameter.grad.clone()
+                found[f"parameter {name}"] = parameter.detach().clone()
+            found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+            found["random state"] = torch.get_rng_state()
+            if self.device.type == "cuda":
+                found["random state of the device"] = torch.cuda.get_rng_state(self.device)
+        return found
 
     @contextmanager
     def undone(self) -> Generator[None]:

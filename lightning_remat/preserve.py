@@ -27,42 +27,77 @@ def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Gene
         modules: Root modules.
         holders: Further objects whose attributes are put back likewise: optimizers, gradient scalers.
     """
+    put_back = record(modules, holders)
+    with preserved_random():
+        try:
+            yield
+        finally:
+            put_back()
+
+
+def record(
+    modules: Iterable[nn.Module],
+    holders: Iterable[Any] = (),
+    *,
+    with_parameters: bool = True,
+    with_gradients: bool = True,
+) -> Undo:
+    """What puts the state of modules and holders back to what it is now, `preserved`'s random states apart.
+
+    Args:
+        modules: Root modules.
+        holders: Further objects with attributes.
+        with_parameters: Whether the values of parameters are recorded.
+        with_gradients: Whether their gradients are.
+    """
     undo: list[Undo] = []
     recorded: set[int] = set()
     for root in modules:
         for module in root.modules():
             if id(module) not in recorded:
                 recorded.add(id(module))
-                undo.append(_record_module(module))
+                undo.append(_record_module(module, with_parameters, with_gradients))
     undo += [_record_attributes(holder, recorded) for holder in holders]
-    with preserved_random():
-        try:
-            yield
-        finally:
-            with torch.no_grad(), ExitStack() as stack:  # every undo runs, even where another one fails
-                for put_back in undo:
-                    stack.callback(put_back)
+
+    def put_back() -> None:
+        with torch.no_grad(), ExitStack() as stack:  # every undo runs, even where another one fails
+            for restore in undo:
+                stack.callback(restore)
+
+    return put_back
 
 
 @contextmanager
 def preserved_random() -> Generator[None]:
     """Restores the random states of python, numpy and torch on every device."""
-    # numpy's global state is the one that users' data sets draw from.
-    numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
-    states = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    put_back = record_random()
     try:
         yield
     finally:
-        random.setstate(states[0])
+        put_back()
+
+
+def record_random() -> Undo:
+    """What puts the random states of python, numpy and torch on every device back to what they are now."""
+    # numpy's global state is the one that users' data sets draw from.
+    numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(states[1])
+        torch.set_rng_state(torch_state)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 
+    return put_back
 
-def _record_module(module: nn.Module) -> Undo:
-    undo = [_record_parameter(p) for p in module.parameters(recurse=False)]
+
+def _record_module(module: nn.Module, with_parameters: bool, with_gradients: bool) -> Undo:
+    parameters = list(module.parameters(recurse=False))
+    undo = [_record_value_of(p) for p in parameters if with_parameters]
+    undo += [_record_gradient(p) for p in parameters if with_gradients]
     attributes = _record_attributes(module, set())
 
     def put_back() -> None:
@@ -73,17 +108,24 @@ def _record_module(module: nn.Module) -> Undo:
     return put_back
 
 
-def _record_parameter(parameter: nn.Parameter) -> Undo:
-    value = _held(parameter)
-    grad, requires_grad = parameter.grad, parameter.requires_grad
-    grad_value = None if grad is None else _held(grad)
+def _record_value_of(parameter: nn.Parameter) -> Undo:
+    value, requires_grad = _held(parameter), parameter.requires_grad
 
     def put_back() -> None:
         parameter.requires_grad_(requires_grad)
         parameter.detach().copy_(value)
+
+    return put_back
+
+
+def _record_gradient(parameter: nn.Parameter) -> Undo:
+    grad = parameter.grad
+    value = None if grad is None else _held(grad)
+
+    def put_back() -> None:
         parameter.grad = grad
-        if grad is not None and grad_value is not None:
-            grad.detach().copy_(grad_value)
+        if grad is not None and value is not None:
+            grad.detach().copy_(value)
 
     return put_back
 

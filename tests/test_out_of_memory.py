@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,3 +73,76 @@ def test_error_in_training_carries_the_table_and_three_remedies(tmp_path: Path) 
     assert "batch_size=4" in note
     assert f"memory_budget={int(callback.result.budget_bytes * 0.85)}" in note
     assert all(f"\n{i}. " in note for i in (1, 2, 3))
+
+
+EXHAUSTED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
+
+
+class FailingInBackward(Classifier):
+    """Runs out of memory after a forward that drew random numbers, updated buffers and logged."""
+
+    failures: ClassVar[list[int]] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.failures and self.global_step == self.failures[0]:
+            del self.failures[0]
+            raise RuntimeError(EXHAUSTED)
+        super().backward(loss, *args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def replanned(root: Path, failures: list[int], **options: Any) -> tuple[Any, Rematerialization]:
+    FailingInBackward.failures[:] = failures
+    callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep", on_oom="replan")
+    module = seeded(FailingInBackward)
+    try:
+        module.metrics = dict(run(root, module, callback, max_steps=-1, max_epochs=1, **options).callback_metrics)
+    finally:
+        FailingInBackward.failures.clear()
+    return module, callback
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replanned_step_gives_the_results_of_one_that_did_not_fail(tmp_path: Path, accumulate: int) -> None:
+    expected, _ = replanned(tmp_path, [], accumulate_grad_batches=accumulate)
+    with pytest.warns(UserWarning, match="is run again by a tighter plan"):
+        module, _ = replanned(tmp_path, [2], accumulate_grad_batches=accumulate)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert module.steps == expected.steps
+    assert all(torch.equal(module.metrics[k], v) for k, v in expected.metrics.items())
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+def test_only_one_step_is_retried(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="is run again"), pytest.raises(RuntimeError, match="can't allocate memory"):
+        replanned(tmp_path, [2, 3])
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+def test_self_check_passes_and_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"memory_budget": "85%", "batch_size": "keep", "self_check": True}
+    callback = Rematerialization("periodic", **options)
+    run(tmp_path, seeded(), callback)
+    assert callback.result is not None
+
+    class Telling(Classifier):
+        """Does something else when it is rematerialized."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            factor = 2.0 if "forward" in vars(self.net) else 1.0
+            return factor * super().training_step(batch, batch_idx)
+
+    callback, module = Rematerialization("periodic", **options), seeded(Telling)
+    with pytest.warns(UserWarning, match="leaves the model as it is: a planned step differs in its loss"):
+        run(tmp_path, module, callback)
+    assert callback.result is None
+    assert module.steps == 4

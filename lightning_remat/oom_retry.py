@@ -1,0 +1,90 @@
+"""`on_oom="replan"`: a step that runs out of memory is undone, planned for its own batch, and run once more."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from .budget import format_bytes
+from .lightning_private import logged_results
+from .lightning_trial import LightningTrial
+from .out_of_memory import is_out_of_memory
+from .preserve import record, record_random
+from .result import Result
+from .settings import Settings
+from .step_planner import StepPlan, plan_step
+from .trial import install, model_step, uninstall
+
+_TIGHTER = 0.95
+
+
+class StepRetry:
+    """Wraps the steps of a run; at most one of them is retried.
+
+    A step is undone only as far as its results need: random states, buffers, plain attributes, metrics and what was
+    logged, and gradients where several batches are summed. Weights and optimizer state change after the step alone.
+
+    Args:
+        trainer: On one device, with automatic optimization.
+        settings: Of the callback.
+        result: The plan in force.
+        modules: The rewritten submodules.
+    """
+
+    def __init__(self, trainer: Trainer, settings: Settings, result: Result, modules: list[nn.Module]) -> None:
+        self.trainer, self.settings, self.result, self.modules = trainer, settings, result, modules
+        self.has_retried = False
+
+    def __call__(self, step: Callable[[], Any], batch: Any, is_accumulating: bool) -> Any:
+        """The step's result, of the second attempt if the first ran out of memory."""
+        if self.has_retried:
+            return step()
+        module = self.trainer.lightning_module
+        undo = record([module, *logged_results(self.trainer)], with_parameters=False, with_gradients=is_accumulating)
+        undo_random = record_random()
+        try:
+            return step()
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            first = error
+        self.has_retried = True
+        undo()
+        undo_random()
+        if not is_accumulating:
+            for parameter in module.parameters():
+                parameter.grad = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            plan = self._replan(batch)
+        except ValueError as error:  # no tighter plan: the first error stands
+            first.add_note(f"No tighter plan for this batch: {error}")
+            raise first from None
+        rank_zero_warn(
+            f"a training step ran out of memory and is run again by a tighter plan: {format_bytes(plan.budget_bytes)}, "
+            f"recompute overhead {plan.recompute_overhead:.1%} (was {self.result.recompute_overhead:.1%}): {first}"
+        )
+        return step()
+
+    def _replan(self, batch: Any) -> StepPlan:
+        uninstall(self.modules)
+        trial = LightningTrial.of_batch(self.trainer, batch, self.settings)
+        model = model_step(trial, [trial.batch_size])
+        known = self.result.step.surroundings.correction_bytes
+        model = model.corrected(max(0, known), trial.batch_size)
+        size = trial.batch_size
+        around = model.surroundings_at(size)
+        budget = int(self.result.budget_bytes * _TIGHTER)
+        plan = plan_step(model.keys, model.graphs_at(size), budget, self.settings.planner, around)
+        install(trial, trial.look_through(size), plan)
+        return plan
