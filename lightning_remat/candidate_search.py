@@ -15,6 +15,8 @@ from .step_planner import StepPlan, plain_timeline, plan_step
 from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12
+_MOST_QUESTIONS = 3
+"""Sizes near the largest for which the planner is asked; a thorough planner takes seconds for each."""
 
 
 class Choice(NamedTuple):
@@ -80,18 +82,23 @@ class CandidateSearch:
         plain_rate = size / max(sum(plain.seconds), 1e-12)
         budget = int(self.budget(size) * self.tight)
         step = None if plain.peak_bytes <= budget else self._pooled(size)
-        if step is not None and not ask_planner:
-            return self._record(size, step, plain.peak_bytes, plain_rate)
-        try:
-            planned = plan_step(self.model.keys, graphs, budget, self.settings.planner, around)
-            step = planned if step is None or planned.seconds <= step.seconds else step
-        except InfeasibleBudgetError as error:
-            self.error = error
-            if step is None:
-                needed = int(error.minimum_bytes)
-                reason = f"needs {format_bytes(needed)}"
-                self.trials[size] = Candidate(size, plain.peak_bytes, needed, None, None, plain_rate, False, reason)
-                return False
+        needed: int | None = None
+        if step is None and not ask_planner and plain.peak_bytes > budget and self.pool is not None:
+            needed = self.pool.lowest_peak(self.model.keys, graphs, around)
+        elif step is None or ask_planner:
+            try:
+                planned = plan_step(self.model.keys, graphs, budget, self.settings.planner, around)
+                step = planned if step is None or planned.seconds <= step.seconds else step
+            except InfeasibleBudgetError as error:
+                self.error, needed = error, int(error.minimum_bytes)
+        if step is None:
+            assert needed is not None, "neither a plan nor a reason"
+            is_memory = needed > budget
+            reason = (
+                f"needs {format_bytes(needed)}" if is_memory else f"overhead above {self.settings.max_overhead:.0%}"
+            )
+            self.trials[size] = Candidate(size, plain.peak_bytes, needed, None, None, plain_rate, False, reason)
+            return False
         return self._record(size, step, plain.peak_bytes, plain_rate)
 
     def _record(self, size: int, step: StepPlan, plain_peak_bytes: int, plain_rate: float) -> bool:
@@ -152,7 +159,7 @@ class CandidateSearch:
     def _largest(self) -> int | None:
         """Index of the largest size that fits, by the planner's word for it and for the size after it.
 
-        Schedules made at a profiled size say where about that is; from there the planner is asked.
+        Schedules made at a profiled size say where about that is; from there the planner is asked, a few times.
         """
         last = len(self.sizes) - 1
         low = self._last_index(lambda size: self.plain_peak(size) <= self.budget(size) * self.tight, -1)
@@ -161,15 +168,16 @@ class CandidateSearch:
         if low < last:
             low = self._last_index(lambda size: self._pooled(size) is not None, low)
         high, stride = last + 1, 1
+        questions = iter(range(_MOST_QUESTIONS))
         while low < last:
             at = min(last, low + stride)
-            if not self.fits(self.sizes[at]):
+            if not self.fits(self.sizes[at], ask_planner=next(questions, None) is not None):
                 high = at
                 break
             low, stride = at, stride * 2
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fits(self.sizes[middle]):
+            if self.fits(self.sizes[middle], ask_planner=next(questions, None) is not None):
                 low = middle
             else:
                 high = middle

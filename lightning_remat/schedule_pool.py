@@ -11,7 +11,7 @@ from .lowering import lower_kept
 from .planner import Plan
 from .schedule import Schedule
 from .simulator import Simulation, simulate
-from .step_memory import Surroundings
+from .step_memory import RegionCost, Surroundings, step_timeline
 from .step_planner import StepPlan, plain_timeline, plan_step
 
 _NUM_BUDGETS = 16
@@ -50,6 +50,12 @@ class SchedulePool:
             if found is None or step.seconds < found.seconds:
                 found = step
         return found
+
+    def lowest_peak(self, keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> int:
+        """The lowest peak of them on these graphs."""
+        costs = ([RegionCost(k, graphs[k], entry[k]) for k in keys] for entry in self.entries)
+        peaks = [step_timeline(c, surroundings).peak_bytes for c in costs]
+        return min(peaks, default=plain_timeline(keys, graphs, surroundings).peak_bytes)
 
     def _plan(self, graph: Graph, schedule: Schedule, budget_bytes: int, plain: Simulation) -> Plan:
         return Plan(self.planner, budget_bytes, schedule, simulate(graph, schedule), graph, plain)
