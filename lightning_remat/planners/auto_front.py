@@ -79,6 +79,8 @@ class FrontBuilder:
             for seed in [self._best(high), *self._seeds(high, most=4)]:
                 if self._settle(seed, limit, probes=12).peak_bytes <= limit:
                     break
+                if self.search.num_actions > 0.5 * self.last:
+                    break
             if self.front.peaks[0] <= limit:
                 high = self.front.peaks[0]
             else:
@@ -98,11 +100,13 @@ class FrontBuilder:
         for number, chosen in enumerate(thirds):
             state = self.plain
             for k, limit in enumerate(chosen):
-                if number and self.search.num_actions > 0.75 * self.last:
+                if self.search.num_actions > (0.75 if number else 1.0) * self.last:
                     break
                 self._tell((number + k / len(chosen)) / 3, "budget by budget")
                 state = self._step_down(self._best(state.peak_bytes), limit)
         for limit in reversed(levels):
+            if self.search.num_actions > 1.1 * self.last:
+                break
             self.search.refill(self._best(limit), limit)
 
     def polish(self) -> None:
