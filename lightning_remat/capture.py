@@ -20,20 +20,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .errors import TraceError
+from .hooks import has_hooks
 
 logger = logging.getLogger(__name__)
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its `forward`."""
-    return any(getattr(module, name, None) for name in _HOOKS)
 
 
 class InPlaceProxy(fx.Proxy):
@@ -138,7 +127,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             path, name = changes[0]
             if not path or path in opaque:
                 raise TraceError(
-                    f"{type(module).__name__}.forward changes {name!r}, a state that a recomputation would change again. "
+                    f"{type(module).__name__}.forward changes {name!r}, which a recomputation would change again. "
                     "Remedy: keep it in a buffer, or move what depends on it into a submodule",
                     where=None,
                 )
@@ -157,14 +146,14 @@ def _undisturbed(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """
     before = {path: _snapshot(m) for path, m in module.named_modules()}
     randoms = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - users' code draws from it
     changes: list[tuple[str, str]] = []
     try:
         yield changes
     finally:
-        drew = random.getstate() != randoms or repr(np.random.get_state(legacy=False)) != repr(numpy_state)
+        drew = random.getstate() != randoms or repr(np.random.get_state(legacy=False)) != repr(numpy_state)  # noqa: NPY002
         random.setstate(randoms)
-        np.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         for path, m in module.named_modules():
             changes += [(path, name) for name in _put_back(m, before[path])]
     if drew:

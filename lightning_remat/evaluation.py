@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
-from .capture import has_hooks
+from .hooks import silenced_hooks
 from .tracer import Operation
 
 Fetch = Callable[[fx.Node], Any]
@@ -50,9 +49,10 @@ def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> An
         return getattr(args[0], target)(*args[1:], **kwargs)
     assert n.op == "call_module", n.op
     submodule = module.get_submodule(target)
-    if is_first or not has_hooks(submodule) or _hooks_compute(submodule):
+    if is_first:
         return submodule(*args, **kwargs)
-    return submodule.forward(*args, **kwargs)
+    with silenced_hooks(submodule):
+        return submodule(*args, **kwargs)
 
 
 def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:
@@ -65,12 +65,6 @@ def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:
         else:
             result.append(a)
     return result
-
-
-def _hooks_compute(module: nn.Module) -> bool:
-    """Whether the hooks are part of the computation, as those that make a normalized or pruned weight are."""
-    hooks = [*module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
-    return any(type(h).__module__.startswith("torch.nn.utils") for h in hooks) or parametrize.is_parametrized(module)
 
 
 def attribute(module: nn.Module, path: str) -> Any:

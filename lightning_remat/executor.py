@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_map_only
 
 from .ambient import Ambient, RandomState, buffer_values, recomputing, scratch_buffers
 from .evaluation import call, detached, evaluate
@@ -34,18 +35,15 @@ from .saved_tensors import (
     tensors_of,
 )
 from .schedule import Action
+from .tracer import Operation
 
 
-class Slot:
-    """What autograd holds in place of a saved tensor."""
+class Slot(NamedTuple):
+    """What autograd holds in place of a saved tensor; the step does not hold it back, so that both die at once."""
 
-    __slots__ = ("epoch", "last", "operation", "source", "step")
-
-    def __init__(self, step: Step, operation: int) -> None:
-        self.step, self.operation = step, operation
-        self.source: Source = TapeRef(-1)  # set once the operation has run
-        self.epoch = -1  # the backward in which it was last read
-        self.last: weakref.ref[torch.UntypedStorage] | None = None
+    step: Step
+    operation: int
+    number: int
 
 
 def run_forward(program: Program, module: nn.Module, tensors: list[Tensor]) -> Any:
@@ -77,14 +75,14 @@ class Step:
         self.outputs: list[list[Any] | None] = [None] * count
         self.leaves: list[list[Leaf]] = [[] for _ in range(count)]
         self.tapes: list[dict[int, Tensor] | None] = [None] * count
-        self.slots: list[list[Slot]] = [[] for _ in range(count)]
-        self.pending_reads: dict[tuple[int, int], int] = {}  # (reader, operation read) -> slots not read yet
+        self.sources: list[list[Source]] = [[] for _ in range(count)]  # of the tensors that autograd saved
+        self.read: set[tuple[int, int]] = set()  # saved tensors (operation, number) that this backward has read
+        self.released: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}  # storages let go of since
         self.random_states: dict[int, RandomState] = {}
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
         self.output_versions: dict[int, list[int]] = {}
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
-        self.epoch = 0
         self.lock = threading.RLock()
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ class Step:
                     self._run_first(n, returned)
                 elif kind == "F":
                     self._revive(n)
-                elif kind == "D" and n in self.program.revived and n not in self.program.traced.outputs:
+                elif kind == "D" and n in self.program.revived:
                     self._put_to_sleep(n)
                 else:
                     self._discard(kind, n)
@@ -121,36 +119,34 @@ class Step:
             self.random_states[n] = RandomState(self.devices)
         if operation.mutates and self._reads_what_it_writes(n):
             self.buffers[n] = buffer_values(self.module, operation.mutates)
-        slots: list[Slot] = []
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Slot:
-            slots.append(Slot(self, n))
             saved.append(tensor)
-            return slots[-1]
+            return Slot(self, n, len(saved) - 1)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
+        if self.program.revived:
+            values = self._apart_from_inputs(operation, values)
         self.outputs[n] = values
         leaves = tensors_of(values)
         self.leaves[n] = [Leaf.of(t) for t in leaves]
         sources = classify(saved, storage_owners(self.operations, self.leaves, n), self.external)
-        tape: dict[int, Tensor] = {}
-        for slot, source, tensor in zip(slots, sources, saved, strict=True):
-            slot.source = source
-            if isinstance(source, TapeRef):
-                tape[source.index] = tensor.detach()
+        tape = {k: saved[k].detach() for k, source in enumerate(sources) if isinstance(source, TapeRef)}
         saved.clear()  # autograd holds the pack hook, and it this list
-        self.slots[n] = slots
-        if tape:
-            self.tapes[n] = tape
-        if not slots and self.program.before[self.program.place[n]]:
+        self.sources[n] = sources
+        self.tapes[n] = tape or None
+        if not sources and self.program.before[self.program.place[n]]:
             self._announce(n, leaves)
-        for node, value in zip(operation.outputs, values, strict=True):
-            returned[node] = value if any(u.op == "output" for u in node.users) else None
-            if returned[node] is None:
-                del returned[node]
+        pairs = zip(operation.outputs, values, strict=True)
+        returned.update((node, value) for node, value in pairs if any(user.op == "output" for user in node.users))
         self._note_constants(n)
+
+    def _apart_from_inputs(self, operation: Operation, values: list[Any]) -> list[Any]:
+        """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
+        inputs = {id(t) for i in operation.inputs for t in tensors_of(self.outputs[i] or [])}
+        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, values)
 
     def _announce(self, n: int, leaves: list[Tensor]) -> None:
         """A backward that reads nothing still moves the program on."""
@@ -179,16 +175,19 @@ class Step:
         """Discards an output that the forward will compute again: its tensors stay, without memory."""
         values = self.outputs[n]
         assert values is not None
-        for t in tensors_of(values):
-            t.data = t.data.new_empty(0)
+        if n not in self.program.traced.outputs:  # the caller holds what leaves the region
+            for t in tensors_of(values):
+                t.data = t.data.new_empty(0)
         self.dormant[n] = values
         self.outputs[n] = None
 
     def _revive(self, n: int) -> None:
         """Recomputes within the forward; later operations read the first run's tensors, filled again."""
-        self._rerun(n)
         values = self.dormant.pop(n, None)
-        if values is not None:
+        if values is not None and n in self.program.traced.outputs:
+            self.outputs[n] = values
+        self._rerun(n)
+        if values is not None and n not in self.program.traced.outputs:
             again = tensors_of(self.outputs[n] or [])
             with torch.no_grad():
                 for t, new in zip(tensors_of(values), again, strict=True):
@@ -198,64 +197,55 @@ class Step:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def unpack(self, slot: Slot) -> Tensor:
-        """The saved tensor that a backward asks for."""
+    def unpack(self, n: int, number: int) -> Tensor:
+        """Saved tensor `number` of operation `n`, for which its backward asks."""
         with self.lock:
-            self._arrive(slot.operation)
-            source = slot.source
+            self._arrive(n)
+            source = self.sources[n][number]
             if isinstance(source, ExternalRef):
                 if source.tensor._version != source.version:
                     raise _modified(f"a tensor of shape {tuple(source.tensor.shape)}", source.version, source.tensor)
                 return source.tensor
-            if slot.epoch == self.epoch and slot.last is not None and (storage := slot.last()) is not None:
-                return self._from_storage(slot, storage)
-            tensor = self._read(slot)
-            self._release(slot, tensor)
+            if isinstance(source, OutputRef) and (reference := self.released.get((n, number))) is not None:
+                storage = reference()
+                if storage is not None:  # read again by the same backward, while it lives
+                    leaf = self.leaves[source.operation][source.leaf]
+                    return tensor_in(storage, leaf.dtype, source.geometry or leaf.geometry)
+            tensor = self._read(n, source)
+            self._release(n, number, source, tensor)
             return tensor
 
-    def _read(self, slot: Slot) -> Tensor:
-        source, n = slot.source, slot.operation
+    def _read(self, n: int, source: OutputRef | TapeRef) -> Tensor:
         if isinstance(source, TapeRef):
             tape = self.tapes[n]
             if tape is None or source.index not in tape:
-                self._recover(n, needs_tape=True)
+                self.tapes[n] = None
+                self._rerun(n)
                 tape = self.tapes[n]
                 assert tape is not None
             return tape[source.index]
-        assert isinstance(source, OutputRef)
         if self.outputs[source.operation] is None:
-            self._recover(source.operation)
+            self._rerun(source.operation)
         leaf = tensors_of(self.outputs[source.operation] or [])[source.leaf]
         self._check_version(source.operation, source.leaf, leaf)
         return rebuilt(leaf, source.geometry)
 
-    def _release(self, slot: Slot, tensor: Tensor) -> None:
+    def _release(self, n: int, number: int, source: OutputRef | TapeRef, tensor: Tensor) -> None:
         """After the last read of a value by a backward it lives only as long as this backward."""
-        n, source = slot.operation, slot.source
-        if slot.epoch == self.epoch:
-            return
-        slot.epoch = self.epoch
+        self.read.add((n, number))
         released = self.program.released[n]
         if isinstance(source, TapeRef):
-            if ("T", n) in released and (tape := self.tapes[n]) is not None:
-                slot.last = weakref.ref(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+            tape = self.tapes[n]
+            if ("T", n) in released and tape is not None:
                 del tape[source.index]
-        elif isinstance(source, OutputRef) and ("D", source.operation) in released:
-            slot.last = weakref.ref(tensor.untyped_storage())
-            unread = sum(
-                s.epoch != self.epoch and isinstance(s.source, OutputRef) and s.source.operation == source.operation
-                for s in self.slots[n]
-            )
-            if not unread:
+        elif ("D", source.operation) in released:
+            self.released[n, number] = weakref.ref(tensor.untyped_storage())
+            if all(
+                (n, k) in self.read
+                for k, other in enumerate(self.sources[n])
+                if isinstance(other, OutputRef) and other.operation == source.operation
+            ):
                 self.outputs[source.operation] = None
-
-    def _from_storage(self, slot: Slot, storage: torch.UntypedStorage) -> Tensor:
-        """A saved tensor that was released, read again by the same backward while it still lives."""
-        source = slot.source
-        if isinstance(source, OutputRef):
-            leaf = self.leaves[source.operation][source.leaf]
-            return tensor_in(storage, leaf.dtype, source.geometry or leaf.geometry)
-        return self._read(slot)
 
     def _arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
@@ -277,7 +267,6 @@ class Step:
 
     def _start_over(self) -> None:
         self._forget()
-        self.epoch += 1
         self.position = -1
         for action in self.program.forward:
             self._act(action)
@@ -314,18 +303,14 @@ class Step:
                 caught_tensors(saved.append),
             ):
                 values = evaluate(self.module, operation, fetch, is_first=False)
-        if len(saved) != len(self.slots[n]):
+        if len(saved) != len(self.sources[n]):
             raise RuntimeError(
-                f"{operation.name} saved {len(self.slots[n])} tensors for backward in its first run and {len(saved)} in "
-                "its recomputation, so it does not do the same twice. Remedy: leave it out of the rewritten modules"
+                f"{operation.name} saved {len(self.sources[n])} tensors for backward in its first run and {len(saved)} "
+                "in its recomputation, so it does not do the same twice. Remedy: leave it out of the rewritten modules"
             )
         if self.tapes[n] is None:
-            tape = {
-                slot.source.index: t.detach()
-                for slot, t in zip(self.slots[n], saved, strict=True)
-                if isinstance(slot.source, TapeRef)
-            }
-            self.tapes[n] = tape or None
+            sources = enumerate(self.sources[n])
+            self.tapes[n] = {k: saved[k].detach() for k, source in sources if isinstance(source, TapeRef)} or None
         saved.clear()  # it holds the graph that holds the hook that holds it
         if self.outputs[n] is None:
             self.outputs[n] = [detached(v) for v in values]
@@ -341,7 +326,7 @@ class Step:
                 return value.detach().requires_grad_(value.requires_grad)
             return value
         if self.outputs[producer] is None:
-            self._recover(producer)
+            self._rerun(producer)
         values = self.outputs[producer]
         assert values is not None
         copies = [detached(v) for v in values]
@@ -351,12 +336,6 @@ class Step:
                 t.requires_grad_()
         return copies[self.operations[producer].outputs.index(node)]
 
-    def _recover(self, n: int, *, needs_tape: bool = False) -> None:
-        """Recomputes, with what it needs, a value that the program does not hold: reads out of its order."""
-        if needs_tape:
-            self.tapes[n] = None
-        self._rerun(n)
-
     def _check_version(self, n: int, leaf: int, tensor: Tensor) -> None:
         versions = self.output_versions.get(n)
         if versions and versions[leaf] != tensor._version:
@@ -365,6 +344,8 @@ class Step:
     def _forget(self) -> None:
         count = len(self.operations)
         self.output_versions.clear()
+        self.read.clear()
+        self.released.clear()
         self.outputs, self.tapes = [None] * count, [None] * count
         self.dormant.clear()
 
@@ -379,7 +360,7 @@ _nothing_to_replay = _NothingToReplay()
 
 
 def _unpack(slot: Slot) -> Tensor:
-    return slot.step.unpack(slot)
+    return slot.step.unpack(slot.operation, slot.number)
 
 
 def _modified(what: str, version: int, tensor: Tensor) -> RuntimeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from torch import fx
 
@@ -146,7 +147,7 @@ def _reordered(groups: list[Group], position: dict[fx.Node, int], records: dict[
             readers.setdefault(str(n.target), []).append(n)
     streams.update({k: v for k, v in readers.items() if len(v) > 2})
     for stream in streams.values():
-        for a, b in zip(stream, stream[1:], strict=False):
+        for a, b in pairwise(stream):
             if position[a] > position[b]:
                 return [a, b]
     return []

@@ -47,7 +47,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 3, **kwargs: Any) -
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
     if len(tensors) != len(placeholders):
-        raise ValueError(f"profile got {len(tensors)} input tensors, but the module was traced with {len(placeholders)}")
+        raise ValueError(f"profile got {len(tensors)} input tensors, the module was traced with {len(placeholders)}")
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         if fake is not None:

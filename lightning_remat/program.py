@@ -19,7 +19,7 @@ class Program:
     Attributes:
         traced: The operations.
         schedule: The actions.
-        forward: The actions up to the first backward.
+        forward: The actions of the forward, its last discards included.
         backwards: The operations in the order of their backwards.
         before: For each entry of `backwards`, the actions that stand right before it.
         place: For each operation, its place in `backwards`.
@@ -60,17 +60,18 @@ def compile_schedule(traced: TracedModule, schedule: Schedule) -> Program:
         ScheduleError: Backwards are not in autograd's order, the reverse of that of the first runs.
     """
     first_runs: list[int] = []
+    has_run: set[int] = set()
     forward: list[Action] = []
     revived: set[int] = set()
     pending: list[Action] = []
     before: list[tuple[Action, ...]] = []
     backwards: list[int] = []
     for position, action in enumerate(schedule):
-        if action.kind == "B":
-            if not backwards:
-                forward, pending = pending, []
+        kind, n = action
+        is_complete = len(first_runs) == len(traced.operations)
+        if kind == "B":
             expected = first_runs[len(first_runs) - 1 - len(backwards)]
-            if len(first_runs) < len(traced.operations) or action.node != expected:
+            if not is_complete or n != expected:
                 raise ScheduleError(
                     f"{mark(schedule, position)}\naction {position}: autograd runs backwards in the reverse order of "
                     f"the first runs, all of which come first; here it runs B{expected}",
@@ -78,14 +79,16 @@ def compile_schedule(traced: TracedModule, schedule: Schedule) -> Program:
                 )
             before.append(tuple(pending))
             pending = []
-            backwards.append(action.node)
-            continue
-        if action.kind == "F" and not backwards:
-            if action.node in first_runs:
-                revived.add(action.node)
-            else:
-                first_runs.append(action.node)
-        pending.append(action)
+            backwards.append(n)
+        elif is_complete and (kind == "F" or pending or backwards):
+            pending.append(action)  # the loss stands between the forward and these
+        else:
+            forward.append(action)
+            if kind == "F" and n in has_run:
+                revived.add(n)
+            elif kind == "F":
+                has_run.add(n)
+                first_runs.append(n)
     place = [0] * len(backwards)
     released: list[frozenset[tuple[str, int]]] = [frozenset()] * len(backwards)
     for k, n in enumerate(backwards):
@@ -123,5 +126,3 @@ def _constants_after(traced: TracedModule, order: list[int]) -> dict[int, tuple[
         ready[constant] = max(known, key=lambda n: rank.get(n, -1), default=-1)
         after.setdefault(ready[constant], []).append(constant)
     return {n: tuple(constants) for n, constants in after.items()}
-
-

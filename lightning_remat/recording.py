@@ -14,6 +14,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[re
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .hooks import silenced_hooks
 from .meter import tensor_storage
 
 
@@ -124,6 +125,10 @@ class _Recorder(fx.Interpreter):
         with torch.no_grad():
             super().run(*args[0])
         return self.records
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with silenced_hooks(self.root.get_submodule(target)):
+            return super().call_module(target, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value: Any = self.root

@@ -133,7 +133,7 @@ def current_plan(module: nn.Module) -> Plan | None:
     return None if state is None else state.plan
 
 
-class _plain:  # noqa: N801 - reads as a phrase in `with`
+class _plain:
     """The module without its rewriting, which comes back if the block fails."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -38,7 +38,8 @@ def test_unknown_json_field_is_refused() -> None:
 
 
 def test_derived_structure() -> None:
-    base, view, second = Node("a", output_bytes=8), Node("v", inputs=(0,), storage_of=0), Node("w", inputs=(1,), storage_of=1)
+    base, view = Node("a", output_bytes=8), Node("v", inputs=(0,), storage_of=0)
+    second = Node("w", inputs=(1,), storage_of=1)
     graph = Graph((base, view, second, Node("b", inputs=(0, 2, 2), output_bytes=4)))
     assert graph.users == ((1, 3), (2,), (3,), ())
     assert graph.roots == (0, 0, 0, 3)

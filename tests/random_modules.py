@@ -1,0 +1,145 @@
+"""Random modules with everything that makes recomputation hard, for property tests of capture and executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+KINDS = [
+    "linear",
+    "relu",
+    "relu_",
+    "batch_norm",
+    "dropout",
+    "functional_dropout",
+    "add",
+    "iadd",
+    "mul_",
+    "chunk",
+    "view",
+    "slice_write",
+    "cat",
+    "opaque",
+    "shared",
+    "gate",
+    "sigmoid",
+    "detach",
+    "rand",
+    "spectral",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a random module's forward: what to do to which of the last values."""
+
+    kind: str
+    first: int
+    second: int
+
+
+class Opaque(nn.Module):
+    """Control flow on values, which cannot be traced: it must run as one operation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().sum() > 0:
+            return self.linear(x).tanh()
+        return self.linear(x).relu() * 2
+
+
+class RandomModule(nn.Module):
+    """Interprets its steps; every value is (batch, width)."""
+
+    def __init__(self, steps: list[Step], width: int) -> None:
+        super().__init__()
+        self.steps, self.width = steps, width
+        self.returns_sum = False  # a scalar, so that it does not matter how long the caller holds it
+        self.shared = nn.Linear(width, width)
+        self.parts = nn.ModuleList(self._part(s.kind) for s in steps)
+
+    def __repr__(self) -> str:
+        return f"RandomModule({self.steps})"
+
+    def _part(self, kind: str) -> nn.Module:
+        width = self.width
+        if kind == "linear":
+            return nn.Linear(width, width)
+        if kind == "spectral":
+            return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        if kind == "batch_norm":
+            return nn.BatchNorm1d(width)
+        if kind == "dropout":
+            return nn.Dropout(0.5)
+        if kind == "relu":
+            return nn.ReLU()
+        if kind == "relu_":
+            return nn.ReLU(inplace=True)
+        return Opaque(width) if kind == "opaque" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        values = [self.shared(x)]
+        for step, part in zip(self.steps, self.parts, strict=True):
+            a = values[step.first % len(values)]
+            b = values[step.second % len(values)]
+            values.append(self._run(step.kind, part, a, b))
+        if self.returns_sum:
+            return values[-1].sum() + values[len(values) // 2].sum()
+        return values[-1], values[len(values) // 2]
+
+    def _run(self, kind: str, part: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+        if kind == "functional_dropout":
+            return F.dropout(a, 0.3, self.training)
+        if kind == "add":
+            return a + b
+        if kind == "iadd":
+            c = a * 1.5
+            c += b
+            return c
+        if kind == "mul_":
+            return a.exp().clamp(max=2).mul_(0.5)
+        if kind == "chunk":
+            left, right = a.chunk(2, dim=1)
+            return torch.cat([right, left], dim=1)
+        if kind == "view":
+            return a.view(-1, 2, self.width // 2).transpose(1, 2).reshape(-1, self.width)
+        if kind == "slice_write":
+            c = a * 1.0
+            c[:, 1:] = b[:, 1:] * 0.5
+            return c
+        if kind == "cat":
+            return torch.cat([a[:, : self.width // 2], b[:, self.width // 2 :]], dim=1)
+        if kind == "shared":
+            return self.shared(a)
+        if kind == "gate":
+            return a * b.sigmoid()
+        if kind == "sigmoid":
+            return a.sigmoid()
+        if kind == "detach":
+            return a + b.detach()
+        if kind == "rand":
+            return a + torch.rand_like(b)
+        return part(a)
+
+
+@st.composite
+def modules(
+    draw: st.DrawFn, *, max_steps: int = 9, width: int = 4, kinds: tuple[str, ...] = tuple(KINDS)
+) -> RandomModule:
+    """A random module, its parameters drawn from a random seed."""
+    steps = draw(
+        st.lists(
+            st.builds(Step, st.sampled_from(kinds), st.integers(-3, -1), st.integers(-4, -1)),
+            min_size=1,
+            max_size=max_steps,
+        )
+    )
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    return RandomModule(steps, width)

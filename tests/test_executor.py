@@ -1,0 +1,244 @@
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import strategies as st
+from random_graphs import schedules
+from random_modules import modules
+from torch import nn
+from training_steps import assert_equal_traces, step_peak, traces
+
+from lightning_remat import Plan, ScheduleError, profile, simulate, trace
+from lightning_remat import executor as executor_module
+from lightning_remat.lowering import lower_kept
+from lightning_remat.program import compile_schedule
+from lightning_remat.rewriter import install
+from lightning_remat.schedule import Schedule
+
+
+def rewrite(module: nn.Module, schedule: Schedule, x: torch.Tensor) -> None:
+    """Installs a schedule whether or not it recomputes."""
+    traced = trace(module, x)
+    graph = profile(traced, x, repeats=1)
+    simulation = simulate(graph, schedule)
+    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
+    plan = Plan("test", simulation.peak_bytes, schedule, simulation, graph, plain)
+    install(module, compile_schedule(traced, schedule), plan)
+
+
+def plain_traces(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Traces of the plain module, if autograd takes it at all: a saved value may have been overwritten."""
+    try:
+        return traces(module, [x, x + 1])
+    except RuntimeError as error:
+        assume("modified by an inplace operation" not in str(error))
+        raise
+
+
+common = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(150, marks=pytest.mark.slow)])
+def test_random_modules_under_random_schedules(examples: int) -> None:
+    """The step equals plain autograd bit by bit, the meter agrees with the simulator, runs equal the schedule's."""
+
+    @given(st.data())
+    @settings(common, max_examples=examples)
+    def check(data: st.DataObject) -> None:
+        module = data.draw(modules())
+        x = torch.randn(64, module.width)
+        graph = profile(trace(module, x), x, repeats=1)
+        schedule = data.draw(schedules(graph))
+        note(f"{schedule}")
+        ours = copy.deepcopy(module)
+        rewrite(ours, schedule, x)
+        assert_equal_traces(plain_traces(module, x), traces(ours, [x, x + 1]))
+
+    check()
+
+
+def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
+    @given(st.data())
+    @settings(common, max_examples=25)
+    def check(data: st.DataObject) -> None:
+        kinds = ("linear", "relu", "relu_", "batch_norm", "dropout", "add", "sigmoid", "gate", "cat", "view")
+        module = data.draw(modules(kinds=kinds))
+        module.returns_sum = True
+        x = torch.randn(4096, module.width)
+        traced = trace(module, x)
+        graph = profile(traced, x, repeats=1)
+        # The gradients of an operation with several outputs come one by one in a step, together in its profile.
+        assume(all(node.num_outputs == 1 for node in graph.nodes))
+        schedule = data.draw(schedules(graph, in_forward=False))
+        note(f"{schedule}")
+        plain_traces(copy.deepcopy(module), x)
+        rewrite(module, schedule, x)
+        peak = simulate(graph, schedule).peak_bytes
+        assert step_peak(module, x) == pytest.approx(peak, rel=0.01)
+
+    check()
+
+
+def test_evaluations_equal_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(5)]
+    module = nn.Sequential(*blocks)
+    x = torch.randn(16, 8)
+    graph = profile(trace(module, x), x)
+    schedule = lower_kept(graph, {3, 6})
+    rewrite(module, schedule, x)
+    runs: list[str] = []
+    evaluate = executor_module.evaluate
+
+    def counted(*args: object, **kwargs: object) -> object:
+        runs.append(args[1].name)  # type: ignore[attr-defined]
+        return evaluate(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor_module, "evaluate", counted)
+    module(x).sum().backward()
+    assert runs == [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
+
+
+def test_a_recomputation_within_the_forward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(8, 4)
+    plain = copy.deepcopy(module)
+    schedule = "F0 F1 D0 D1 F0 F1 F2 D0 D1 F3 D2 B3 D3 F0 F1 D0 B2 B1 D1 B0"
+    rewrite(module, Schedule.parse(schedule), x)
+    assert_equal_traces(traces(plain, [x]), traces(module, [x]))
+
+
+def test_backwards_out_of_order_are_refused() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sigmoid() + x.tanh()
+
+    traced = trace(Branches(), torch.randn(3))
+    with pytest.raises(ScheduleError, match="reverse order") as caught:
+        compile_schedule(traced, Schedule.parse("F0 F1 F2 B2 D2 B0 D0 B1 D1"))
+    assert caught.value.position == 5
+
+
+def rewritten_chain(kept: frozenset[int] | set[int] = frozenset({4, 8})) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Sigmoid()) for _ in range(4)]
+    plain = nn.Sequential(*layers)
+    x = torch.randn(10, 6)
+    ours = copy.deepcopy(plain)
+    graph = profile(trace(ours, x), x)
+    rewrite(ours, lower_kept(graph, kept), x)
+    return plain, ours, x
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_second_backward_starts_the_schedule_over() -> None:
+    results = []
+    for module in rewritten_chain()[:2]:
+        torch.manual_seed(3)
+        loss = module(torch.ones(10, 6)).square().sum()
+        loss.backward(retain_graph=True)
+        first = gradients(module)
+        loss.backward()
+        results.append(first + gradients(module) + [b.clone() for b in module.buffers()])
+    assert same(*results)
+
+
+def test_several_forwards_before_one_backward() -> None:
+    results = []
+    plain, ours, x = rewritten_chain()
+    for module in (plain, ours):
+        torch.manual_seed(3)
+        (module(x).sum() + module(x * 2).square().sum()).backward()
+        results.append(gradients(module) + [b.clone() for b in module.buffers()])
+    assert same(*results)
+
+
+def test_gradient_penalty_needs_a_double_backward() -> None:
+    results = []
+    plain, ours, x = rewritten_chain()
+    for module in (plain, ours):
+        torch.manual_seed(3)
+        inputs = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(module(inputs).square().sum(), inputs, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([*gradients(module), inputs.grad])
+    assert same(*results)
+
+
+def test_gradients_of_inputs_and_of_some_parameters() -> None:
+    results = []
+    plain, ours, x = rewritten_chain()
+    for module in (plain, ours):
+        torch.manual_seed(3)
+        inputs = x.clone().requires_grad_()
+        wanted = [inputs, next(iter(module.parameters()))]
+        results.append(list(torch.autograd.grad(module(inputs).square().sum(), wanted)))
+    assert same(*results)
+
+
+def test_an_error_in_a_recomputation_leaves_the_next_step_right() -> None:
+    plain, ours, x = rewritten_chain()
+    torch.manual_seed(3)
+    loss = ours(x).sum()
+    broken = ours[3][0]
+    forward = broken.forward
+    broken.forward = lambda _x: (_ for _ in ()).throw(MemoryError("out of memory"))
+    with pytest.raises(MemoryError):
+        loss.backward()
+    broken.forward = forward
+    ours.zero_grad()
+    del loss
+    torch.manual_seed(3)
+    plain(x)  # both saw one batch
+    assert_equal_traces(traces(plain, [x]), traces(ours, [x]))
+
+
+def test_no_memory_is_held_after_a_step_or_without_its_backward() -> None:
+    _, ours, x = rewritten_chain()
+    gc.collect()
+
+    def steps() -> int:
+        return sum(type(o) is executor_module.Step for o in gc.get_objects())
+
+    gc.disable()
+    try:
+        ours(x).sum().backward()
+        assert steps() == 0
+        output = ours(x)
+        assert steps() == 1
+        del output
+        assert steps() == 0, "the step dies with the autograd graph, without the garbage collector"
+    finally:
+        gc.enable()
+
+
+def test_an_output_changed_in_place_is_noticed() -> None:
+    plain, ours, x = rewritten_chain(kept={4, 8, 15})
+    for module in (plain, ours):
+        output = module(x)
+        output.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_hooks_of_modules_fire_once() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(4)))
+    x = torch.randn(3, 4)
+    calls: list[str] = []
+    module[1].register_forward_hook(lambda *_: calls.append("forward"))
+    module[1][0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    graph = profile(trace(module, x), x)
+    assert not calls
+    rewrite(module, lower_kept(graph, {5}), x)
+    calls.clear()
+    module(x).sum().backward()
+    assert sorted(calls) == ["backward", "forward"]

@@ -1,0 +1,71 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_remat import measure_peak
+
+
+@pytest.fixture(params=["real", "fake"])
+def mode(request: pytest.FixtureRequest) -> object:
+    if request.param == "real":
+        yield None
+        return
+    with FakeTensorMode() as fake:
+        yield fake
+
+
+def test_counts_storages_not_tensors(mode: object) -> None:
+    x = torch.zeros(256)
+    with measure_peak(include=[x, x.view(16, 16)]) as measured:
+        y = x.view(2, 128).t()
+        y.add_(1)
+        z = x * 2
+        del z
+        w = x + 1
+    assert measured.peak_bytes == 2048
+    assert w.shape == x.shape
+
+
+def test_what_is_not_included_is_not_counted(mode: object) -> None:
+    x = torch.zeros(256)
+    with measure_peak() as measured:
+        y = x.view(16, 16).t()
+        _ = y.detach()
+    assert measured.peak_bytes == 0
+
+
+def test_modules_stand_for_their_tensors(mode: object) -> None:
+    module = nn.BatchNorm1d(4)
+    module.weight.grad = torch.zeros(4)
+    with measure_peak(include=[module]) as measured:
+        torch.zeros(1)
+    assert measured.peak_bytes == 5 * 16 + 8 + 4
+
+
+def test_gradients_add_in_place_as_they_do_without_the_meter(mode: object) -> None:
+    """x feeds two branches: autograd adds the second gradient to the first in place."""
+    x = torch.zeros(256, requires_grad=True)
+    y = x * 1.0
+    out = y.neg() + y.neg()
+    gradient = [torch.ones_like(out)]
+    gc.collect()
+    with measure_peak() as measured:
+        out.backward(gradient.pop())
+    # Two gradients of y at a time (the sum is not a third), and the gradient of x beside one of them.
+    assert measured.peak_bytes == 2048
+
+
+def test_the_block_may_fail() -> None:
+    def failing_block() -> None:
+        torch.zeros(256).add(1)
+        raise ValueError("the user's")
+
+    measured = None
+    with pytest.raises(ValueError, match="the user's"):  # noqa: SIM117 - what is left behind is the test
+        with measure_peak() as measured:
+            failing_block()
+    assert measured is not None
+    assert measured.peak_bytes == 2048
