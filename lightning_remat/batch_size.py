@@ -74,7 +74,7 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
             raise
         if measured == _OUT_OF_MEMORY:
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
-            search.tighten()
+            search.tighten(trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes()))
             continue
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:

@@ -15,6 +15,7 @@ from .step_planner import StepPlan, plain_timeline, plan_step
 from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12
+_TIGHTER = 0.7
 _MOST_QUESTIONS = 3
 """Sizes near the largest for which the planner is asked; a thorough planner takes seconds for each."""
 
@@ -128,9 +129,10 @@ class CandidateSearch:
         self.model = self.model.corrected(excess_bytes, size)
         self.trials, self.steps = {}, {}
 
-    def tighten(self) -> None:
-        """A step ran out of memory; by how much is not known."""
-        self.tight *= 0.9
+    def tighten(self, free_bytes: int) -> None:
+        """A step ran out of memory; by how much is not known. `free_bytes` is what the device has now."""
+        self.tight *= _TIGHTER
+        self.free_bytes = min(self.free_bytes, free_bytes)
         self.trials, self.steps = {}, {}
 
     def choose(self) -> Choice:
