@@ -133,6 +133,11 @@ class Rematerialization(Callback):
         trial = LightningTrial(trainer, self.settings.modules, self.settings.effective_batch_size)
         if not trial.has_batch_dimension and self.settings.batch_size != "keep":
             raise MisconfigurationException("no tensor of the batch has a batch dimension: give batch_size='keep'")
+        if len(trial.loader_sizes) > 1 and self.settings.batch_size != "keep":
+            raise MisconfigurationException(
+                f"the training loaders have different batch sizes, {trial.loader_sizes}, and one cannot stand for all: "
+                "give batch_size='keep'"
+            )
         mark = fingerprint(trial, self.settings)
         result = self._stored(mark)
         if result is not None:

@@ -21,7 +21,7 @@ from .lightning_private import (
     training_loaders,
     without_optimization,
 )
-from .loaders import first_batch, num_samples_in
+from .loaders import first_batch, loader_batch_size, num_samples_in
 from .meter import measure_peak
 from .preserve import preserved, preserved_random
 from .regions import Call, find_calls
@@ -49,6 +49,7 @@ class LightningTrial:
         with preserved_random():
             loaders = training_loaders(trainer)
             self.batch = first_batch(loaders)
+        self.loader_sizes = {loader_batch_size(loader) for loader in loaders.flattened}
         self._batch: tuple[int, Any] | None = None
         self.has_batch_dimension = has_batch_dimension(self.batch)
         self.batch_size = batch_size_of(self.batch) if self.has_batch_dimension else 1
@@ -65,7 +66,7 @@ class LightningTrial:
         trial.batch, trial.has_batch_dimension = batch, has_batch_dimension(batch)
         trial.batch_size = batch_size_of(batch) if trial.has_batch_dimension else 1
         trial._batch = trial.batch_size, batch
-        trial.most_samples = None
+        trial.most_samples, trial.loader_sizes = None, set()
         return trial
 
     def outcome(self, batch_size: int) -> dict[str, Tensor]:

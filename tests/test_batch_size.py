@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
@@ -269,3 +271,40 @@ def test_plain_pytorch(tmp_path: Path) -> None:
     assert (tmp_path / "remat_batch_sizes.png").exists()
     restore(net)
     assert "forward" not in vars(net)
+
+
+def test_fabric() -> None:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    plain = network()
+    net, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    batch = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
+
+    def loss_of(batch: Any) -> Tensor:
+        return functional.cross_entropy(net(batch[0]), batch[1])
+
+    result = find_batch_size(
+        net, batch, loss_of, optimizer, "periodic", memory_budget="4MiB", precision=fabric.autocast
+    )
+    assert result.measured_peak_bytes is not None
+    assert result.measured_peak_bytes <= result.budget_bytes
+    assert result.plan.num_recomputed > 0
+    assert "forward" in vars(plain)
+
+
+@pytest.mark.filterwarnings("ignore:the training loader ignores the attribute 'batch_size'")
+def test_loaders_of_one_size_are_all_changed_and_of_several_sizes_refused(tmp_path: Path) -> None:
+    class Two(NoLoader):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert len(batch["b"][0]) == len(batch["a"][0])
+            return super().training_step(batch["a"], batch_idx)
+
+    def two(other: int) -> dict[str, Any]:
+        data = Images(200)
+        return {"train_dataloaders": {"a": DataLoader(data, batch_size=4), "b": DataLoader(data, batch_size=other)}}
+
+    module = seeded(Two)
+    _, module, _ = search(tmp_path, module, two(4), batch_size=20)
+    assert module.sizes == [20, 20]
+    with pytest.raises(MisconfigurationException, match="different batch sizes"):
+        search(tmp_path, seeded(Two), two(2))
