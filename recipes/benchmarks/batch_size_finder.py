@@ -41,12 +41,11 @@ def build(name: str, image_size: int) -> Any:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.batch_size, self.num_steps = 2, 0
+            self.batch_size = 2
             is_unet = name == "unet"
             self.net = UNet(3, 5, 16, 3, padded=True, batch_norm=True) if is_unet else torchvision.models.resnet18()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.num_steps += 1
             return functional.cross_entropy(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
@@ -96,13 +95,13 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
     module = build(name, image_size)
     found: dict[str, Any] = {"steps": 0, "seconds": 0.0, "batch_size": None, "survives": False, "overhead": 0.0}
     total_steps = [0]
-    original = type(module).training_step
+    original = type(module).backward
 
-    def counted(self: Any, batch: Any, batch_idx: int) -> Any:
-        total_steps[0] += 1  # the module's own counter is put back after a trial, this one is not
-        return original(self, batch, batch_idx)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        total_steps[0] += 1  # a counter of the module's own would be put back after a trial
+        original(self, *args, **kwargs)
 
-    type(module).training_step = counted
+    type(module).backward = counted
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
