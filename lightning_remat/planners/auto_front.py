@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
 
+from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from .descent import Search, State
 from .fast_simulator import Problem, pack
 from .floor import find_floor
 from .front import Front
+from .kusumoto import plan_kusumoto_approx
+from .periodic import plan_periodic
 from .position_program import Program
 from .progress import SearchProgress
+from .windows import windows_of
 
 NUM_LEVELS = 57
 """Budgets between floor and plain peak at which the search works; a multiple of 19, for tables of 20 budgets."""
@@ -25,6 +30,8 @@ ACTIONS_PER_EFFORT = 110_000_000
 USUAL_NODES = 1200
 
 MAX_IDLE_ROUNDS = 6
+
+MAX_RIVAL_NODES = 700
 
 
 @lru_cache(maxsize=8)
@@ -52,7 +59,7 @@ class FrontBuilder:
     def __init__(
         self, graph: Graph, problem: Problem, front: Front, progress: SearchProgress, effort: float = 1.0
     ) -> None:
-        self.problem, self.front, self.progress = problem, front, progress
+        self.graph, self.problem, self.front, self.progress = graph, problem, front, progress
         self.search = Search(problem, front.offer)
         self.plain = self.search.plain()
         self.bound = find_floor(graph).bytes
@@ -61,6 +68,7 @@ class FrontBuilder:
 
     def find_lowest(self) -> None:
         """Goes down from plain autograd in steps, and from the dynamic programs, until nothing gets lower."""
+        self._show_segments()
         span = self.plain.peak_bytes - self.bound
         state = self.plain
         for k in range(NUM_FIRST_LEVELS - 1, -1, -1):
@@ -100,6 +108,8 @@ class FrontBuilder:
         for number, chosen in enumerate(thirds):
             state = self.plain
             for k, limit in enumerate(chosen):
+                if not number and k % 2 == 0:
+                    self._ask_rivals(limit)
                 if self.search.num_actions > (0.75 if number else 1.0) * self.last:
                     break
                 self._tell((number + k / len(chosen)) / 3, "budget by budget")
@@ -122,6 +132,20 @@ class FrontBuilder:
                 if self.search.num_actions >= last:
                     break
             idle_rounds = 0 if before != (self.front.seconds, self.front.peaks) else idle_rounds + 1
+
+    def _ask_rivals(self, limit: int) -> None:
+        """Takes in the answer of the quickest lower-set planner, improved; large graphs go without."""
+        if len(self.graph.nodes) <= MAX_RIVAL_NODES:
+            with suppress(InfeasibleBudgetError):
+                windows = windows_of(self.graph, self.problem, plan_kusumoto_approx(self.graph, limit))
+                self._settle(State(0, 0.0, windows), limit)
+
+    def _show_segments(self) -> None:
+        """Takes in a few equal cuts, which hold what no single drop leads to."""
+        for segments in (2, 3, 4, 6, 8, 12, 16, 24):
+            if segments <= len(self.graph.nodes) <= MAX_RIVAL_NODES:
+                schedule = plan_periodic(self.graph, 1 << 62, segments=segments)
+                self.search.replay(windows_of(self.graph, self.problem, schedule))
 
     def _tell(self, fraction: float, stage: str) -> None:
         self.progress.update(fraction, stage)

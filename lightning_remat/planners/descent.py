@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .fast_simulator import NONE, Ints, Problem, Small, Work, no_windows, replay, work_for
-from .gaps import END, HELD, START, VALUE, bar, excess_of, find_room, list_gaps, try_gaps, unbar
+from .gaps import END, HELD, START, VALUE, change_over, excess_of, find_room, list_gaps, try_gaps, with_twins
 
 BATCH = 12
 """Moves tried at a time, best guess first."""
@@ -46,7 +46,7 @@ class Search:
     found: Callable[[int, float, Small], None]
     work: Work = field(init=False)
     num_actions: int = 0
-    guesses: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
+    guesses: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def __post_init__(self) -> None:
         self.work = work_for(self.problem)
@@ -77,7 +77,7 @@ class Search:
         while num_actions and peak > limit:
             drops = self._best_drops(windows, seconds, num_actions, limit)
             for row in drops:
-                bar(windows, row[VALUE], row[START], row[END])
+                change_over(windows, row)
             if drops:
                 pass
             elif not probes or not self._probe(windows, limit, probes):
@@ -91,7 +91,7 @@ class Search:
         rows, gains = self._drops(num_actions, limit)
         if not len(rows):
             return []
-        keys = [(r[0], r[1], r[2]) for r in rows.tolist()]
+        keys = [tuple(r) for r in rows.tolist()]
         guessed = np.array([max(self.guesses.get(key, LEAST_SECONDS), LEAST_SECONDS) for key in keys])
         worth = gains / guessed
         order = np.argsort(-worth, kind="stable")
@@ -118,7 +118,7 @@ class Search:
 
     def _drops(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
         """Held gaps over steps above the limit, and the most that each may free there."""
-        rows, sizes, seconds = list_gaps(self.problem, self.work, num_actions)
+        rows, sizes, seconds = with_twins(*list_gaps(self.problem, self.work, num_actions), len(self.problem.seconds))
         over = np.maximum(self.work.most - limit, 0)
         total = np.concatenate([[0], np.cumsum(over)])
         steps = np.concatenate([[0], np.cumsum(over > 0)])
@@ -127,7 +127,7 @@ class Search:
         useful = (rows[:, HELD] == 1) & (gains > 0)
         rows, gains = rows[useful], gains[useful]
         for row, s in zip(rows.tolist(), seconds[useful].tolist(), strict=True):
-            self.guesses.setdefault((row[0], row[1], row[2]), s)
+            self.guesses.setdefault(tuple(row), s)
         return rows, gains
 
     def _try(self, windows: Small, rows: Small, limit: int) -> tuple[Ints, Ints, Ints]:
@@ -148,7 +148,7 @@ class Search:
         order = np.argsort(new_excess + excess * (new_seconds - seconds) / seconds, kind="stable")
         for k in order[:probes].tolist():
             trial = windows.copy()
-            if not bar(trial, rows[k, VALUE], rows[k, START], rows[k, END]):
+            if not change_over(trial, rows[k]):
                 continue
             for _ in range(16):
                 _, now, num_actions = self.replay(trial)
@@ -161,19 +161,19 @@ class Search:
                 if not drops:
                     break
                 for row in drops:
-                    bar(trial, row[VALUE], row[START], row[END])
+                    change_over(trial, row)
         return False
 
     def refill(self, state: State, limit: int) -> State:
         """The state after holding again, one gap at a time, what saves the most seconds within `limit`."""
         windows = state.windows.copy()
         peak, seconds, num_actions = self.replay(windows)
-        savings: dict[tuple[int, int, int], float] = {}  # by gap, when last tried; 0 where the limit forbids it
+        savings: dict[tuple[int, ...], float] = {}  # by gap, when last tried; 0 where the limit forbids it
         while num_actions:
             rows, guesses = self._holds(num_actions, limit)
             if not len(rows):
                 break
-            keys = [(r[0], r[1], r[2]) for r in rows.tolist()]
+            keys = [tuple(r) for r in rows.tolist()]
             worth = np.array([savings.get(key, guess) for key, guess in zip(keys, guesses.tolist(), strict=True)])
             order = np.argsort(-worth, kind="stable")
             best = LEAST_SECONDS
@@ -193,12 +193,12 @@ class Search:
             for number, (saved, k) in enumerate(tried[: 1 + len(self.problem.seconds) // NODES_PER_MOVE]):
                 if saved < 0.9 * best:
                     break
-                v, start, end, _ = rows[k]
-                before = windows[v].copy()
-                unbar(windows, v, start, end)
+                values = [v for v in (rows[k, VALUE], rows[k, VALUE + 4]) if v >= 0]
+                before = windows[values].copy()
+                change_over(windows, rows[k])
                 new_peak, new_seconds, new_num_actions = self.replay(windows)
                 if number and not (new_peak <= limit and new_seconds < seconds):
-                    windows[v] = before
+                    windows[values] = before
                     break
                 peak, seconds, num_actions = new_peak, new_seconds, new_num_actions
             else:
@@ -209,7 +209,7 @@ class Search:
 
     def _holds(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
         """Absent gaps with room for the value on the way, and the seconds of the run that would be saved."""
-        rows, sizes, seconds = list_gaps(self.problem, self.work, num_actions)
+        rows, sizes, seconds = with_twins(*list_gaps(self.problem, self.work, num_actions), len(self.problem.seconds))
         has_room = find_room(rows, sizes, self.work, limit)
         return rows[has_room], seconds[has_room]
 

@@ -130,6 +130,52 @@ def unbar(windows: Small, v: int, start: int, end: int) -> bool:
 
 
 @njit
+def change_over(windows: Small, row: Small) -> bool:
+    """Drops or holds a gap, and its twin's where the move has one; whether there was room for the windows."""
+    for at in range(0, 8, 4):
+        if row[at] >= 0:
+            v, start, end = row[at], row[at + 1], row[at + 2]
+            if not (bar(windows, v, start, end) if row[3] else unbar(windows, v, start, end)):
+                return False
+    return True
+
+
+@njit
+def with_twins(rows: Small, sizes: Ints, seconds: Floats, count: int) -> tuple[Small, Ints, Floats]:
+    """The gaps as moves of one value each, and those of output and tape of a node together, which one run makes.
+
+    Rows gain the other value's gap: (value, start, end, held) of the tape, -1 where there is none.
+    """
+    found = len(rows)
+    moves = np.full((2 * found, 8), -1, np.int32)
+    bytes, times = np.empty(2 * found, np.int64), np.empty(2 * found, np.float64)
+    first = np.full(count, -1, np.int32)  # gaps of an output, chained
+    after = np.full(found, -1, np.int32)
+    for k in range(found):
+        moves[k, :4] = rows[k]
+        bytes[k], times[k] = sizes[k], seconds[k]
+        if rows[k, 0] < count:
+            after[k] = first[rows[k, 0]]
+            first[rows[k, 0]] = k
+    size = found
+    for k in range(found):
+        if rows[k, 0] < count:
+            continue
+        best, other, overlap = -1, first[rows[k, 0] - count], 0
+        while other >= 0:
+            common = min(rows[k, 2], rows[other, 2]) - max(rows[k, 1], rows[other, 1])
+            if rows[other, 3] == rows[k, 3] and common > overlap:
+                best, overlap = other, common
+            other = after[other]
+        if best >= 0:
+            moves[size, :4] = rows[best]
+            moves[size, 4:] = rows[k]
+            bytes[size], times[size] = sizes[best] + sizes[k], seconds[k]
+            size += 1
+    return moves[:size], bytes[:size], times[:size]
+
+
+@njit
 def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: int) -> tuple[Ints, Floats, Floats, int]:
     """What changing each gap over, by itself, would give: peak bytes, seconds, `excess_of` above `limit`.
 
@@ -142,14 +188,16 @@ def try_gaps(problem: Problem, windows: Small, work: Work, rows: Small, limit: i
     replayed = 0
     for k in range(tried):
         v = rows[k, 0]
-        old = windows[v].copy()
-        change = bar(windows, v, rows[k, 1], rows[k, 2]) if rows[k, 3] else unbar(windows, v, rows[k, 1], rows[k, 2])
+        twin = rows[k, 4] if rows[k, 4] >= 0 else v
+        old, old_twin = windows[v].copy(), windows[twin].copy()
+        change = change_over(windows, rows[k])
         peaks[k], seconds[k], excess[k] = 1 << 62, np.inf, np.inf
         if change:
             peaks[k], seconds[k], num_actions = replay(problem, windows, work)
             replayed += num_actions
             if num_actions:
                 excess[k] = excess_of(work, limit)
+        windows[twin] = old_twin
         windows[v] = old
     return peaks, seconds, excess, replayed
 
