@@ -89,6 +89,8 @@ class CandidateSearch:
         elif step is None or ask_planner:
             try:
                 planned = plan_step(self.model.keys, graphs, budget, self.settings.planner, around)
+                if self.pool is not None and planned.num_recomputed:
+                    self.pool = self.pool.added({k: p.schedule for k, p in planned.plans.items()})
                 step = planned if step is None or planned.seconds <= step.seconds else step
             except InfeasibleBudgetError as error:
                 self.error, needed = error, int(error.minimum_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import InfeasibleBudgetError
 from .graph import Graph
@@ -28,6 +28,10 @@ class SchedulePool:
 
     planner: str
     entries: tuple[dict[str, Schedule], ...]
+
+    def added(self, schedules: dict[str, Schedule]) -> SchedulePool:
+        """The pool with one entry more."""
+        return replace(self, entries=(*self.entries, schedules))
 
     def best(
         self,
