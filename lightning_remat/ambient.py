@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> Generator[None, None, None]:
     """Marks what runs inside, in this thread, as a recomputation."""
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
@@ -56,7 +56,7 @@ class Ambient:
         return cls(autocast, torch.is_autocast_cache_enabled(), torch.get_default_device(), algorithms)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> Generator[None, None, None]:
         """These settings, where they differ from those in force."""
         now = Ambient.current(d for d, _, _ in self.autocast)
         with ExitStack() as stack:
@@ -92,7 +92,7 @@ class RandomState:
             torch.get_device_module(device).set_rng_state(state, device)
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replayed(self) -> Generator[None, None, None]:
         """Draws from this state inside, and from where the generators stood afterwards."""
         now = RandomState(d for d, _ in self.others)
         self.put_back()
@@ -108,7 +108,7 @@ def buffer_values(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def scratch_buffers(module: nn.Module, names: Iterable[str], values: dict[str, Tensor]) -> Iterator[None]:
+def scratch_buffers(module: nn.Module, names: Iterable[str], values: dict[str, Tensor]) -> Generator[None, None, None]:
     """Copies in the place of the named buffers, so that a run inside leaves the buffers themselves untouched.
 
     Writing the old values back would raise the version counter of tensors that autograd may have saved.

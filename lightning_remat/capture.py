@@ -1,5 +1,8 @@
 """Symbolic tracing with torch.fx: which modules are leaves, and what tracing may not leave behind."""
 
+# The attributes of users' modules and the functions of `operator` have no types.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import copy
@@ -9,7 +12,7 @@ import operator
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,7 +141,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
+def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     """Puts back what running the user's Python leaves in the modules, and the host's random states.
 
     Yields:

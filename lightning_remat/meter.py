@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ class Peak:
 @contextmanager
 def measure_peak(
     device: torch.device | str | None = None, include: Iterable[Tensor | nn.Module] = ()
-) -> Iterator[Peak]:
+) -> Generator[Peak, None, None]:
     """Measures the peak memory of a block of code.
 
     On the CPU and on fake tensors it is the sum of the bytes of all live storages that `include` names or that an
@@ -67,7 +67,7 @@ def measure_peak(
 
 
 @contextmanager
-def measure_growth(device: torch.device, include: Iterable[Tensor] = ()) -> Iterator[Peak]:
+def measure_growth(device: torch.device, include: Iterable[Tensor] = ()) -> Generator[Peak, None, None]:
     """Measures by how much the memory of a block exceeds what was alive at its start, at most.
 
     Args:
@@ -118,7 +118,7 @@ class StorageMeter(TorchDispatchMode):
     """Sums the bytes of live storages, which it meets as results of operations and sees die."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.alive_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,17 +55,17 @@ def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx
     if any(isinstance(t, FakeTensor) for t in tensors):
         mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))
         with mode, buffers_apart(module):
-            return _Recorder(module, graph).run(tensors)
+            return _Recorder(module, graph).record(tensors)
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tied = {id(t): mode.from_tensor(t) for _, t in _named_tensors(module)}
-        fakes = {name: tied[id(t)] for name, t in _named_tensors(module)}
+        fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
         with mode, _reparametrize_module(module, fakes):
-            return _Recorder(module, graph).run([mode.from_tensor(t) for t in tensors])
+            return _Recorder(module, graph).record([mode.from_tensor(t) for t in tensors])
     except Exception:  # code that needs values: numpy, .item(), a custom kernel without a fake version
         devices = list({t.device for t in tensors if t.device.type == "cuda"})
-        with torch.random.fork_rng(devices), buffers_apart(module):
-            return _Recorder(module, graph).run([t.detach() for t in tensors])
+        with torch.random.fork_rng(devices), buffers_apart(module):  # pyright: ignore[reportUnknownMemberType]
+            return _Recorder(module, graph).record([t.detach() for t in tensors])
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -74,7 +74,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def buffers_apart(module: nn.Module) -> Iterator[None]:
+def buffers_apart(module: nn.Module) -> Generator[None, None, None]:
     """The module with copies in place of its buffers, so that what runs inside leaves no trace in them."""
     originals: list[tuple[nn.Module, str, Tensor]] = []
     copies: dict[int, Tensor] = {}
@@ -96,7 +96,7 @@ class WriteWatch(TorchDispatchMode):
     """Notes random operations and writes to running statistics, which batch norm's schema does not declare."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.is_random = False
         self.written: set[int] = set()
 
@@ -121,9 +121,10 @@ class _Recorder(fx.Interpreter):
         self.records: dict[fx.Node, Record] = {}
         self.owners: dict[int, tuple[torch.UntypedStorage, fx.Node]] = {}
 
-    def run(self, *args: Any) -> Any:
+    def record(self, tensors: list[Tensor]) -> dict[fx.Node, Record]:
+        """Runs the graph on the values of its placeholders."""
         with torch.no_grad():
-            super().run(*args[0])
+            self.run(*tensors)
         return self.records
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

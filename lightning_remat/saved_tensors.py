@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ class Leaf:
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Size, stride and storage offset."""
-    return tensor.size(), tensor.stride(), tensor.storage_offset()
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
@@ -160,7 +160,7 @@ def tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Geome
 
 
 @contextmanager
-def caught_tensors(catch: Callable[[Tensor], Any]) -> Iterator[None]:
+def caught_tensors(catch: Callable[[Tensor], Any]) -> Generator[None, None, None]:
     """Passes every tensor that autograd saves to `catch`; backward through what ran inside is not possible."""
     with torch.autograd.graph.saved_tensors_hooks(catch, _unpack_nothing):
         yield

@@ -78,7 +78,9 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
         plain_traces(copy.deepcopy(module), x)
         rewrite(module, schedule, x)
         peak = simulate(graph, schedule).peak_bytes
-        assert step_peak(module, x) == pytest.approx(peak, rel=0.01)
+        # Never too little; too much by one tensor at most, where a sum's gradient is one number for all elements.
+        one_tensor = x.numel() * x.element_size()
+        assert peak - 1.01 * one_tensor <= step_peak(module, x) <= 1.001 * peak
 
     check()
 
