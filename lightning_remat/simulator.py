@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,7 +68,7 @@ def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh"
     replay.finish()
     timeline = tuple(replay.timeline)
     peak = max(timeline, default=replay.alive)
-    return Simulation(peak, replay.seconds, replay.recompute_seconds, timeline)
+    return Simulation(peak, math.fsum(replay.seconds), math.fsum(replay.recompute_seconds), timeline)
 
 
 class _Replay:
@@ -90,7 +91,8 @@ class _Replay:
         self.gradient: list[list[int]] = [[] for _ in range(count)]  # storages of the output's gradient
         self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
         self.is_backward = False
-        self.seconds = self.recompute_seconds = 0.0
+        self.seconds: list[float] = []  # summed once, exactly: the order of actions must not show
+        self.recompute_seconds: list[float] = []
         self.timeline: list[int] = []
 
     def error(self, position: int, reason: str) -> ScheduleError:
@@ -134,9 +136,9 @@ class _Replay:
         if node.tape_bytes and not self.tape[n]:
             self.tape[n] = True
             self.alive += node.tape_bytes
-        self.seconds += node.forward_seconds
+        self.seconds.append(node.forward_seconds)
         if self.has_run[n]:
-            self.recompute_seconds += node.forward_seconds
+            self.recompute_seconds.append(node.forward_seconds)
         self.has_run[n] = True
         return most
 
@@ -190,7 +192,7 @@ class _Replay:
             self.pending_users[i] -= 1
         if n in self.held_output:
             self._release(self.held_output.pop(n))
-        self.seconds += node.backward_seconds
+        self.seconds.append(node.backward_seconds)
         return most
 
     def _begin_backward(self) -> None:

@@ -14,9 +14,22 @@ from training_steps import assert_equal_traces, step_peak, traces
 from lightning_remat import InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, trace
 
 NAMES = (
-    "resnet18 resnet50 resnet152 densenet121 densenet161 googlenet inception_v3 vgg19 mobilenet_v3_small "
-    "efficientnet_b0 regnet_y_400mf shufflenet_v2_x1_0 squeezenet1_1 convnext_tiny deeplabv3_resnet50"
-).split()  # noqa: SIM905
+    "resnet18",
+    "resnet50",
+    "resnet152",
+    "densenet121",
+    "densenet161",
+    "googlenet",
+    "inception_v3",
+    "vgg19",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "regnet_y_400mf",
+    "shufflenet_v2_x1_0",
+    "squeezenet1_1",
+    "convnext_tiny",
+    "deeplabv3_resnet50",
+)
 QUICK = ("resnet18", "googlenet", "shufflenet_v2_x1_0")
 
 
