@@ -17,7 +17,7 @@ from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outs
 from .meter import measure_peak
 from .preserve import preserved
 from .regions import Call, find_calls
-from .report import print_tables, write_reports
+from .report import write_reports
 from .result import Result
 from .schedule import Schedule
 from .settings import Settings
@@ -81,7 +81,7 @@ def find_batch_size(
         report_dir: Where report and plots go; None for none.
 
     Returns:
-        What was found.
+        What was found; `report.print_tables` shows it.
 
     Raises:
         ValueError: An argument is wrong.
@@ -102,7 +102,6 @@ def find_batch_size(
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     trial = PlainTrial(module, batch, loss_of, several, precision, modules, is_accumulating)
     result, _ = find(trial, settings)
-    print_tables(result)
     if report_dir is not None:
         write_reports(result, Path(report_dir))
     return result

@@ -31,11 +31,11 @@ STEPS_AFTER = 3
 def build(name: str, image_size: int) -> Any:
     """A LightningModule with the network and random images of it."""
     import torch
-    import torchvision
     from lightning.pytorch import LightningModule
     from torch.nn import functional
     from torch.utils.data import DataLoader
 
+    from networks.resnet_preact import cifar_resnet
     from networks.unet import UNet
 
     class Module(LightningModule):
@@ -43,7 +43,7 @@ def build(name: str, image_size: int) -> Any:
             super().__init__()
             self.batch_size = 2
             is_unet = name == "unet"
-            self.net = UNet(3, 5, 16, 3, padded=True, batch_norm=True) if is_unet else torchvision.models.resnet18()
+            self.net = UNet(3, 5, 16, 3, padded=True, batch_norm=True) if is_unet else cifar_resnet(56, width=8)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -144,9 +144,9 @@ def main() -> None:
     """Runs every method on both networks and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory", default="400MiB", help="address space beyond that of the model")
-    parser.add_argument("--image-size", type=int, default=48)
+    parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--max-overhead", type=float, default=0.35)
-    parser.add_argument("--networks", nargs="+", default=["resnet18", "unet"])
+    parser.add_argument("--networks", nargs="+", default=["resnet56", "unet"])
     parser.add_argument("--one", nargs=2, metavar=("NETWORK", "METHOD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     from lightning_remat.budget import parse_budget
