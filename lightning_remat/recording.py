@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from .hooks import silenced_hooks
 from .meter import tensor_storage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,7 +65,8 @@ def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx
         fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
         with mode, _reparametrize_module(module, fakes):
             return _Recorder(module, graph).record([mode.from_tensor(t) for t in tensors])
-    except Exception:  # code that needs values: numpy, .item(), a custom kernel without a fake version
+    except Exception as error:  # code that needs values: numpy, .item(), a custom kernel without a fake version
+        logger.info("%s needs real values to be captured: %s", type(module).__name__, error)
         devices = list({t.device for t in tensors if t.device.type == "cuda"})
         with torch.random.fork_rng(devices), buffers_apart(module):  # pyright: ignore[reportUnknownMemberType]
             return _Recorder(module, graph).record([t.detach() for t in tensors])

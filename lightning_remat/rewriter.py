@@ -68,6 +68,7 @@ def rematerialize(
         ValueError: A wrong budget, planner or plan. In each case the module is as it was.
     """
     with _plain(module):
+        _check_rewritable(module)
         traced = trace(module, *args, **kwargs)
         if plan is None:
             graph = profile(traced, *args, **kwargs)
@@ -80,6 +81,21 @@ def rematerialize(
 
 
 _no_limit = 1 << 62
+
+
+def _check_rewritable(module: nn.Module) -> None:
+    """Refuses a forward that is not the class's own; warns where the rewriting would have no effect."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{type(module).__name__}.forward has been replaced on this instance, by {module.forward!r}, which would "
+            "not be captured. Remedy: undo that first, or rematerialize the submodules"
+        )
+    if not module.training:
+        warnings.warn(
+            f"{type(module).__name__} is in eval mode, in which its plain forward runs; call train() and rematerialize "
+            "again",
+            stacklevel=3,
+        )
 
 
 def checked_program(traced: TracedModule, plan: Plan) -> Program:

@@ -148,3 +148,17 @@ def test_sizes_may_change_between_steps() -> None:
             module(X[:size]).square().sum().backward()
             results.append([p.grad.clone() for p in module.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_forward_replaced_by_others_is_refused() -> None:
+    module = network()
+    replacement = module.forward
+    module.forward = replacement
+    with pytest.raises(ValueError, match="has been replaced"):
+        rematerialize(module, X, memory_budget="60%", planner="periodic")
+    assert vars(module)["forward"] is replacement
+
+
+def test_eval_mode_warns() -> None:
+    with pytest.warns(UserWarning, match="eval mode"):
+        rematerialize(network().eval(), X, memory_budget="100%", planner="periodic")
