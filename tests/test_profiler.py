@@ -1,0 +1,102 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_remat import profile, trace
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.linear = nn.Linear(8 * 4 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        y = y + y.sigmoid()
+        return self.linear(nn.functional.dropout(self.pool(y).flatten(1), 0.5, self.training))
+
+
+X = torch.randn(2, 3, 8, 8)
+IMAGE = 2 * 8 * 8 * 8 * 4  # bytes of the convolution's output
+
+
+def test_what_autograd_keeps() -> None:
+    graph = profile(trace(Block(), X), X)
+    nodes = {n.name: n for n in graph.nodes}
+    index = {n.name: i for i, n in enumerate(graph.nodes)}
+    conv, bn, sigmoid, add = nodes["conv"], nodes["bn"], nodes["sigmoid"], nodes["add"]
+    assert (conv.output_bytes, conv.saved, conv.tape_bytes) == (IMAGE, (), 0)
+    assert conv.parameter_bytes == (3 * 8 * 9 + 8) * 4
+    assert bn.saved == (index["conv"],)
+    assert bn.tape_bytes == 2 * 8 * 4
+    assert sigmoid.saved == (index["sigmoid"],)
+    assert (add.saved, add.tape_bytes) == ((), 0)
+    assert add.shares_gradient == (index["bn"], index["sigmoid"])
+    assert nodes["pool"].tape_bytes == IMAGE // 4 * 2  # indices of eight bytes
+    assert nodes["flatten"].storage_of == index["pool"]
+    assert nodes["flatten"].gradient_bytes == IMAGE // 4
+    assert nodes["dropout"].is_random
+    assert graph.input_bytes == X.numel() * 4
+    parameters = sum(t.numel() * t.element_size() for t in (*Block().parameters(), *Block().buffers()))
+    assert graph.static_bytes == parameters
+
+
+def test_fake_tensors_give_the_same_bytes() -> None:
+    real = profile(trace(Block(), X), X)
+    with FakeTensorMode():
+        module, x = Block(), torch.randn(2, 3, 8, 8)
+        fake = profile(trace(module, x), x)
+    assert fake.with_seconds_of(real) == real
+    assert all(n.forward_seconds > 0 for n in fake.nodes), "nothing is free"
+
+
+def test_profiling_leaves_everything_as_it_was() -> None:
+    module = Block()
+    module.conv.weight.grad = torch.ones_like(module.conv.weight)
+    before = copy.deepcopy(module.state_dict())
+    versions = [b._version for b in module.buffers()]
+    traced, too_large = trace(module, X), torch.zeros(2, 3, 16, 16)
+    state = torch.get_rng_state()
+    profile(traced, X)
+    with pytest.raises(RuntimeError):
+        profile(traced, too_large)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [b._version for b in module.buffers()] == versions
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
+    assert torch.equal(module.conv.weight.grad, torch.ones_like(module.conv.weight))
+    assert module.linear.weight.grad is None
+    assert module.training
+
+
+def test_frozen_parts_have_no_gradients() -> None:
+    module = Block()
+    module.conv.requires_grad_(False)
+    graph = profile(trace(module, X), X)
+    assert graph.nodes[0].gradient_bytes == 0
+    assert graph.nodes[0].parameter_bytes == 0
+
+
+def test_shared_parameters_count_where_their_gradient_appears() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x).sigmoid())
+
+    x = torch.randn(2, 64)
+    first, _, second = profile(trace(Twice(), x), x).nodes
+    assert second.parameter_bytes == 64 * 64 * 4
+    assert first.parameter_bytes == 0
+    assert first.backward_workspace_bytes >= 64 * 64 * 4, "its contribution is added and freed"
+
+
+def test_gradients_of_inputs_are_counted() -> None:
+    x = X.clone().requires_grad_()
+    graph = profile(trace(Block(), x), x)
+    assert graph.nodes[0].input_gradient_bytes == X.numel() * 4
