@@ -208,6 +208,8 @@ class CandidateSearch:
         grid = {round((largest + 1) ** (i / max(1, steps - 1))) - 1 for i in range(steps)} | {largest}
         for index in grid:
             self.fits(self.sizes[index], ask_planner=False)
+        places = {size: index for index, size in enumerate(self.sizes)}
+        grid |= {places[size] for size in self.trials}  # those tried on the way to the largest count as well
         for _ in range(3):
             best = max(grid, key=self._rate)
             ordered = sorted(grid)
