@@ -47,6 +47,18 @@ class InPlaceProxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
+class TensorConstant:
+    """A tensor that the forward makes from constants alone, such as a table of positions."""
+
+    __name__ = "constant"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
 class SymbolicTracer(fx.Tracer):
     """Traces one call; tensors of its arguments become placeholders, everything else is a constant.
 
@@ -71,9 +83,19 @@ class SymbolicTracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.entered.append(self.path_of_module(m))
+        random_state = torch.get_rng_state()
         result = super().call_module(m, forward, args, kwargs)
+        if not torch.equal(torch.get_rng_state(), random_state):
+            torch.set_rng_state(random_state)
+            raise RuntimeError("it draws random numbers that a trace would turn into constants")
         self.entered.pop()  # stays where an exception passes: the innermost module that failed is the last
         return result
+
+    def create_arg(self, a: Any) -> Any:
+        is_own = isinstance(a, nn.Parameter) or any(a is b for b in self.root.buffers())
+        if isinstance(a, Tensor) and not is_own and a not in self.tensor_attrs:
+            return self.create_node("call_function", TensorConstant(a), (), {})
+        return super().create_arg(a)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return InPlaceProxy(node, self)
@@ -148,21 +170,24 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
         A list that in the end names (module path, attribute) of every change that was undone.
     """
     before = {path: _snapshot(m) for path, m in module.named_modules()}
-    randoms = random.getstate()
+    randoms, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - users' code draws from it
     changes: list[tuple[str, str]] = []
     try:
         yield changes
     finally:
         drew = random.getstate() != randoms or repr(np.random.get_state(legacy=False)) != repr(numpy_state)  # noqa: NPY002
+        drew = drew or not torch.equal(torch.get_rng_state(), torch_state)
         random.setstate(randoms)
+        torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         for path, m in module.named_modules():
             changes += [(path, name) for name in _put_back(m, before[path])]
     if drew:
         raise TraceError(
-            f"{type(module).__name__}.forward draws from Python's or numpy's random numbers, which a trace would turn "
-            "into constants. Remedy: draw with torch (torch.rand(()) < p)",
+            f"{type(module).__name__}.forward draws random numbers that a trace would turn into constants: from "
+            "Python's or numpy's generators, or to decide what runs. Remedy: draw with torch in the shape of an input "
+            "(torch.rand_like), or move the decision into a submodule, which is then run as one operation",
             where=None,
         )
 

@@ -120,7 +120,7 @@ class _Recorder(fx.Interpreter):
     """Runs node by node without gradients, freeing values after their last use."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(fx.GraphModule(module, graph))
+        super().__init__(module, graph=graph)
         self.root = module
         self.records: dict[fx.Node, Record] = {}
         self.owners: dict[int, tuple[torch.UntypedStorage, fx.Node]] = {}

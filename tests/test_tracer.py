@@ -111,12 +111,37 @@ class DrawsPython(nn.Module):
         return x * random.random()
 
 
+class DecidesAtRandom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() if torch.rand(()) < 0.5 else x
+
+
+class Positions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() + torch.arange(3)
+
+
+def test_a_submodule_that_decides_at_random_is_one_operation() -> None:
+    (first, second) = trace(nn.Sequential(nn.Linear(3, 3), DecidesAtRandom()), torch.randn(2, 3)).operations
+    assert (first.name, second.name) == ("0", "1")
+    assert second.is_random
+
+
+def test_tensors_made_from_constants() -> None:
+    module = Positions()
+    attributes = dict(vars(module))
+    traced = trace(module, torch.randn(2, 3))
+    assert [o.kind for o in traced.operations] == ["sigmoid", "constant", "add"]
+    assert vars(module) == attributes
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (WritesInput(), "writes in place into an input"),
         (Counts(), "changes 'calls'"),
-        (DrawsPython(), "Python's or numpy's random numbers"),
+        (DrawsPython(), "draws random numbers that a trace would turn into constants"),
+        (DecidesAtRandom(), "draws random numbers that a trace would turn into constants"),
     ],
 )
 def test_what_a_recomputation_would_not_repeat_is_refused(module: nn.Module, message: str) -> None:
