@@ -44,8 +44,8 @@ def rematerialize(
     >>> from torch import nn
     >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(8)]
     >>> module, x = nn.Sequential(*layers), torch.randn(1024, 64)
-    >>> plan = rematerialize(module, x, memory_budget="60%", planner="periodic")
-    >>> plan.simulation.peak_bytes <= 0.6 * plan.plain.peak_bytes
+    >>> plan = rematerialize(module, x, memory_budget="70%", planner="periodic")
+    >>> plan.simulation.peak_bytes <= 0.7 * plan.plain.peak_bytes
     True
     >>> module(x).sum().backward()
     >>> restore(module)
