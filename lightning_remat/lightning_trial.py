@@ -66,7 +66,7 @@ class LightningTrial:
         trial.batch, trial.has_batch_dimension = batch, has_batch_dimension(batch)
         trial.batch_size = batch_size_of(batch) if trial.has_batch_dimension else 1
         trial._batch = trial.batch_size, batch
-        trial.most_samples, trial.loader_sizes = None, set()
+        trial.most_samples, trial.loader_sizes = None, set[int]()
         return trial
 
     def outcome(self, batch_size: int) -> dict[str, Tensor]:
