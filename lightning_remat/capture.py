@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import operator
@@ -20,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .errors import TraceError
 from .hooks import has_hooks
+from .python_state import PythonState
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ class SymbolicTracer(fx.Tracer):
         self.entered.append(self.path_of_module(m))
         random_state = torch.get_rng_state()
         result = super().call_module(m, forward, args, kwargs)
-        if not torch.equal(torch.get_rng_state(), random_state):
-            torch.set_rng_state(random_state)
+        if _draws_were_undone(random_state):
             raise RuntimeError("it draws random numbers that a trace would turn into constants")
         self.entered.pop()  # stays where an exception passes: the innermost module that failed is the last
         return result
@@ -169,7 +169,7 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
     Yields:
         A list that in the end names (module path, attribute) of every change that was undone.
     """
-    before = {path: _snapshot(m) for path, m in module.named_modules()}
+    attributes = PythonState(module)
     randoms, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - users' code draws from it
     changes: list[tuple[str, str]] = []
@@ -177,12 +177,10 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
         yield changes
     finally:
         drew = random.getstate() != randoms or repr(np.random.get_state(legacy=False)) != repr(numpy_state)  # noqa: NPY002
-        drew = drew or not torch.equal(torch.get_rng_state(), torch_state)
+        drew = _draws_were_undone(torch_state) or drew
         random.setstate(randoms)
-        torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        for path, m in module.named_modules():
-            changes += [(path, name) for name in _put_back(m, before[path])]
+        changes += attributes.put_back()
     if drew:
         raise TraceError(
             f"{type(module).__name__}.forward draws random numbers that a trace would turn into constants: from "
@@ -192,34 +190,13 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
         )
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Attributes and, one level deep, the containers among them."""
-    return {k: (v, copy.copy(v) if isinstance(v, (dict, list, set)) else v) for k, v in vars(module).items()}
-
-
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    state = vars(module)
-    changed = [name for name in state if name not in before]
-    for name in changed:
-        del state[name]
-    for name, (value, contents) in before.items():
-        same = state.get(name, state) is value
-        if isinstance(value, (dict, list, set)) and _differs(value, contents):
-            same = False
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(contents)
-        if not same:
-            state[name] = value
-            changed.append(name)
-    return changed
-
-
-def _differs(value: Any, contents: Any) -> bool:
-    if isinstance(value, dict):
-        return value.keys() != contents.keys() or any(value[k] is not contents[k] for k in contents)
-    if isinstance(value, list):
-        return len(value) != len(contents) or any(a is not b for a, b in zip(value, contents, strict=True))
-    return value != contents
+def _draws_were_undone(state: Tensor) -> bool:
+    """Puts torch's generator back to a state; whether it had moved."""
+    with no_dispatch():  # the states are real tensors, under fake tensors too
+        moved = not torch.equal(torch.get_rng_state(), state)
+        if moved:
+            torch.set_rng_state(state)
+    return moved
 
 
 def _user_line(error: BaseException, module: nn.Module) -> tuple[str, str]:

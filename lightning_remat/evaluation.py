@@ -55,6 +55,12 @@ def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> An
         return submodule(*args, **kwargs)
 
 
+def opaque_modules(module: nn.Module, operation: Operation) -> list[nn.Module]:
+    """The submodules of users' own classes that the operation runs as a whole: they may change their attributes."""
+    called = [module.get_submodule(str(p.target)) for p in operation.parts if p.op == "call_module"]
+    return [m for m in called if not type(m).__module__.startswith("torch.nn.")]
+
+
 def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:
     result: list[Any] = []
     for a in args:

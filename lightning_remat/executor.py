@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.utils._pytree import tree_map_only
 
 from .ambient import Ambient, RandomState, buffer_values, recomputing, scratch_buffers
-from .evaluation import call, detached, evaluate
+from .evaluation import call, detached, evaluate, opaque_modules
 from .program import Program
+from .python_state import PythonState
 from .saved_tensors import (
     ExternalRef,
     Leaf,
@@ -80,6 +82,7 @@ class Step:
         self.read: set[tuple[int, int]] = set()  # saved tensors (operation, number) that this backward has read
         self.released: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}  # storages let go of since
         self.random_states: dict[int, RandomState] = {}
+        self.attributes: dict[int, list[tuple[nn.Module, PythonState]]] = {}  # of opaque modules, before their run
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
         self.output_versions: dict[int, list[int]] = {}
@@ -120,6 +123,8 @@ class Step:
             self.random_states[n] = RandomState(self.devices)
         if operation.mutates and self._reads_what_it_writes(n):
             self.buffers[n] = buffer_values(self.module, operation.mutates)
+        if opaque := opaque_modules(self.module, operation):
+            self.attributes[n] = [(m, PythonState(m)) for m in opaque]
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Slot:
@@ -289,7 +294,9 @@ class Step:
         """Recomputes an operation from detached inputs; its saved tensors are caught slot by slot."""
         operation = self.operations[n]
         saved: list[Tensor] = []
-        with torch.enable_grad(), recomputing(), self.ambient.restored():
+        with torch.enable_grad(), recomputing(), self.ambient.restored(), ExitStack() as stack:
+            for module, attributes in self.attributes.get(n, ()):
+                stack.enter_context(attributes.replayed(module))
             random_state = self.random_states.get(n)
             inputs: dict[fx.Node, Any] = {}
 

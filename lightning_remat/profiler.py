@@ -19,6 +19,7 @@ from .evaluation import attribute, call, detached, evaluate
 from .gradient_probe import GradientProbe, SavedStore
 from .graph import Graph, Node
 from .meter import measure_growth, tensor_storage
+from .python_state import PythonState
 from .recording import buffers_apart
 from .saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from .stopwatch import Stopwatch
@@ -54,6 +55,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 3, **kwargs: Any) -
             stack.enter_context(fake.fake_mode)
         else:
             stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
+        stack.callback(PythonState(traced.module).put_back)
         stack.enter_context(buffers_apart(traced.module))
         stack.enter_context(torch.enable_grad())
         values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))

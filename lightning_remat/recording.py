@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from .hooks import silenced_hooks
 from .meter import tensor_storage
+from .python_state import PythonState
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx
         graph: The captured graph.
         tensors: The values of its placeholders.
     """
+    attributes = PythonState(module)
+    try:
+        return _record(module, graph, tensors)
+    finally:
+        attributes.put_back()
+
+
+def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx.Node, Record]:
     if any(isinstance(t, FakeTensor) for t in tensors):
         mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))
         with mode, buffers_apart(module):

@@ -15,7 +15,7 @@ PURE_HALF = {
 }  # fmt: skip
 TORCH_HALF = {
     "ambient", "capture", "cost_model", "device_memory", "evaluation", "executor", "fusion", "gradient_probe", "hooks",
-    "meter", "profiler", "program", "recording", "rewriter", "saved_tensors", "stopwatch", "tracer",
+    "meter", "profiler", "program", "python_state", "recording", "rewriter", "saved_tensors", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

@@ -244,3 +244,28 @@ def test_hooks_of_modules_fire_once() -> None:
     calls.clear()
     module(x).sum().backward()
     assert sorted(calls) == ["backward", "forward"]
+
+
+class Counter(nn.Module):
+    """What it computes depends on how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.history: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        return (x * self.calls).sigmoid()
+
+
+def test_a_module_that_counts_its_calls_counts_them_once() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), Counter(), nn.Linear(4, 4), Counter(), nn.Sigmoid())
+    ours, x = copy.deepcopy(plain), torch.randn(8, 4)
+    graph = profile(trace(ours, x), x)
+    assert ours[1].calls == 0
+    rewrite(ours, lower_kept(graph, {2}), x)
+    assert_equal_traces(traces(plain, [x, x]), traces(ours, [x, x]))
+    assert [m.calls for m in (ours[1], ours[3])] == [2, 2]
+    assert ours[1].history == [1, 2]
