@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from torch import fx
@@ -65,10 +65,10 @@ def _touches(n: fx.Node, owner: fx.Node, records: dict[fx.Node, Record]) -> bool
     )
 
 
-def _collect(nodes: list[fx.Node], find: object) -> list[Group]:
+def _collect(nodes: list[fx.Node], find: Callable[[fx.Node], fx.Node]) -> list[Group]:
     groups: dict[fx.Node, Group] = {}
     for n in nodes:
-        groups.setdefault(find(n), []).append(n)  # type: ignore[operator]  # pyright: ignore
+        groups.setdefault(find(n), []).append(n)
     return list(groups.values())
 
 

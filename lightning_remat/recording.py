@@ -28,7 +28,6 @@ class Record:
 
     Attributes:
         has_tensors: Whether its value holds tensors; a value without is a constant of the step (a shape, a number).
-        num_tensors: Tensors in its value.
         views: The fx nodes that own the storages in which its value lives, other than itself.
         owns: Whether its value has a storage of its own.
         writes: The fx nodes that own the storages that it wrote in place.
@@ -37,7 +36,6 @@ class Record:
     """
 
     has_tensors: bool = False
-    num_tensors: int = 0
     views: set[fx.Node] = field(default_factory=set[fx.Node])
     owns: bool = False
     writes: set[fx.Node] = field(default_factory=set[fx.Node])
@@ -169,7 +167,7 @@ class _Recorder(fx.Interpreter):
                 entry.writes |= {o for t in tensors for o in self._owner(t)} or {i}
         if n.op != "output":
             tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-            entry.has_tensors, entry.num_tensors = bool(tensors), len(tensors)
+            entry.has_tensors = bool(tensors)
             for t in tensors:
                 owners = self._owner(t)
                 entry.views |= set(owners) - {n}
