@@ -21,10 +21,10 @@ from .simulator import simulate as simulate
 from .tracer import trace as trace
 
 if TYPE_CHECKING:
+    from .batch_search.plain_trial import find_batch_size as find_batch_size
     from .callback import Rematerialization as Rematerialization
-    from .plain_trial import find_batch_size as find_batch_size
 
-_LAZY = {"Rematerialization": ".callback", "find_batch_size": ".plain_trial"}
+_LAZY = {"Rematerialization": ".callback", "find_batch_size": ".batch_search.plain_trial"}
 
 
 def __getattr__(name: str) -> Any:

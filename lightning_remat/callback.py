@@ -11,24 +11,24 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from .batch_resizing import batch_size_of, has_batch_dimension
+from .batch_search.batch_resizing import batch_size_of, has_batch_dimension
+from .batch_search.footprint import optimizer_tensors, tensors_in
+from .batch_search.out_of_memory import is_out_of_memory
+from .batch_search.trial import install, uninstall
 from .batch_size import find, lowest_peak
 from .budget import Budget
 from .errors import InfeasibleBudgetError
-from .footprint import optimizer_tensors, tensors_in
-from .lightning_private import logging_step, should_log, tap_loaders, wrap_steps
-from .lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap
-from .lightning_trial import LightningTrial
-from .oom_retry import StepRetry
-from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result
-from .resume import fingerprint, resumed_result, to_state
 from .schedule import Schedule
-from .self_check import find_difference
 from .settings import Settings
-from .step_clock import Reading, StepClock
-from .trial import install, uninstall
+from .trainer.lightning_private import logging_step, should_log, tap_loaders, wrap_steps
+from .trainer.lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap
+from .trainer.lightning_trial import LightningTrial
+from .trainer.oom_retry import StepRetry
+from .trainer.resume import fingerprint, resumed_result, to_state
+from .trainer.self_check import find_difference
+from .trainer.step_clock import Reading, StepClock
 
 
 class Rematerialization(Callback):

@@ -15,7 +15,7 @@ from .budget import format_bytes
 from .planner import Plan
 from .plots import can_plot, plot_candidates, plot_timeline
 from .result import Candidate, Result
-from .step_clock import Reading
+from .trainer.step_clock import Reading
 
 
 def result_table(result: Result) -> Table:

@@ -63,6 +63,11 @@ def test_the_torch_half_knows_no_planner_and_no_lightning(path: Path) -> None:
     assert own_imports(path) <= (PURE_HALF | TORCH_HALF) - {"planners"}
 
 
+@pytest.mark.parametrize("path", files_of({module_name(p) for p in FILES} - {"callback", "trainer"}))
+def test_lightning_stays_with_the_callback(path: Path) -> None:
+    assert not imports(path) & {"lightning", "lightning_utilities"}
+
+
 @pytest.mark.parametrize("path", files_of({module_name(p) for p in FILES}))
 def test_files_hold_one_concept(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400

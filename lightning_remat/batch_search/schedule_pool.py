@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import InfeasibleBudgetError
-from .graph import Graph
-from .lowering import lower_kept
-from .planner import Plan
-from .schedule import Schedule
-from .simulator import Simulation, simulate
+from ..errors import InfeasibleBudgetError
+from ..graph import Graph
+from ..lowering import lower_kept
+from ..planner import Plan
+from ..schedule import Schedule
+from ..simulator import Simulation, simulate
 from .step_memory import RegionCost, Surroundings, step_timeline
 from .step_planner import StepPlan, plain_timeline, plan_step
 

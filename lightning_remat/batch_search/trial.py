@@ -10,14 +10,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from ..graph import Graph
+from ..profiler import profile
+from ..rewriter import rematerialize, restore
+from ..tracer import trace
 from .batch_scaling import Line, ScalableGraph, scaled_surroundings
-from .graph import Graph
-from .profiler import profile
 from .regions import Call
-from .rewriter import rematerialize, restore
 from .step_memory import Surroundings
 from .step_planner import StepPlan
-from .tracer import trace
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..batch_search.out_of_memory import is_out_of_memory
+from ..batch_search.step_planner import StepPlan
+from ..batch_search.trial import install, uninstall
 from .lightning_trial import LightningTrial
-from .out_of_memory import is_out_of_memory
-from .step_planner import StepPlan
-from .trial import install, uninstall
 
 
 def find_difference(trial: LightningTrial, step: StepPlan, modules: Sequence[nn.Module]) -> str | None:

@@ -10,8 +10,21 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from .batch_resizing import batch_size_of, has_batch_dimension, resized
-from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
+from ..batch_search.batch_resizing import batch_size_of, has_batch_dimension, resized
+from ..batch_search.footprint import (
+    alive_bytes,
+    optimizer_footprint,
+    optimizer_tensors,
+    outside_bytes,
+    storage_bytes,
+    tensors_in,
+)
+from ..batch_search.preserve import preserved, preserved_random
+from ..batch_search.regions import Call, find_calls
+from ..batch_search.step_memory import Surroundings
+from ..batch_search.trial import STEPS_PER_TRIAL
+from ..meter import measure_peak
+from ..settings import Settings
 from .lightning_private import (
     gradient_scaler,
     on_device,
@@ -22,12 +35,6 @@ from .lightning_private import (
     without_optimization,
 )
 from .loaders import first_batch, loader_batch_size, num_samples_in
-from .meter import measure_peak
-from .preserve import preserved, preserved_random
-from .regions import Call, find_calls
-from .settings import Settings
-from .step_memory import Surroundings
-from .trial import STEPS_PER_TRIAL
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .budget import format_bytes, parse_budget
-from .errors import InfeasibleBudgetError
-from .result import Candidate
+from ..budget import format_bytes, parse_budget
+from ..errors import InfeasibleBudgetError
+from ..result import Candidate
+from ..settings import Settings
 from .schedule_pool import SchedulePool, make_pool
-from .settings import Settings
 from .step_planner import StepPlan, plain_timeline, plan_step
 from .trial import StepModel
 

@@ -12,15 +12,15 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from .budget import format_bytes
+from ..batch_search.out_of_memory import is_out_of_memory
+from ..batch_search.preserve import record, record_random
+from ..batch_search.step_planner import StepPlan, plan_step
+from ..batch_search.trial import install, model_step, uninstall
+from ..budget import format_bytes
+from ..result import Result
+from ..settings import Settings
 from .lightning_private import logged_results
 from .lightning_trial import LightningTrial
-from .out_of_memory import is_out_of_memory
-from .preserve import record, record_random
-from .result import Result
-from .settings import Settings
-from .step_planner import StepPlan, plan_step
-from .trial import install, model_step, uninstall
 
 _TIGHTER = 0.95
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .meter import Peak, measure_peak
+from ..meter import Peak, measure_peak
 
 
 @dataclass(frozen=True, slots=True)

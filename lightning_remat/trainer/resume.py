@@ -10,13 +10,13 @@ from typing import Any
 import lightning
 import torch
 
+from ..batch_search.regions import submodules
+from ..batch_search.step_memory import Surroundings
+from ..batch_search.step_planner import StepPlan
+from ..planner import Plan
+from ..result import Candidate, Result
+from ..settings import Settings
 from .lightning_trial import LightningTrial
-from .planner import Plan
-from .regions import submodules
-from .result import Candidate, Result
-from .settings import Settings
-from .step_memory import Surroundings
-from .step_planner import StepPlan
 
 _VERSION = 1
 

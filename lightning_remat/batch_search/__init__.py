@@ -1,0 +1,1 @@
+"""What a training step needs at any batch size, and the search for the batch size: no Lightning here."""
