@@ -13,12 +13,14 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
+import lightning_remat.conf
 from lightning_remat import PLANNERS, Plan
 from modules.classification import Classification
 from modules.outputs import main_and_auxiliary
 from modules.segmentation import middle, pixel_loss
 
 CONF = Path(__file__).parent.parent / "conf"
+REMAT = Path(lightning_remat.conf.__file__).parent / "remat"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 
@@ -138,10 +140,10 @@ def test_same_seed_same_run(tmp_path):
 
 
 def test_every_planner_has_a_config():
-    choices = {file.stem for file in (CONF / "remat").glob("*.yaml")} - {"off"}
+    choices = {file.stem for file in REMAT.glob("*.yaml")} - {"off"}
     assert set(PLANNERS) <= choices
     for name in choices:
-        planner = OmegaConf.load(CONF / "remat" / f"{name}.yaml").planner
+        planner = OmegaConf.load(REMAT / f"{name}.yaml").planner
         assert planner == name
 
 
