@@ -45,12 +45,14 @@ def infeasible(
     graph: Graph, budget_bytes: int, schedule: Schedule, simulation: Simulation, *, planner: str
 ) -> InfeasibleBudgetError:
     """The error of a planner whose lowest peak is that of `schedule`."""
-    kind, n = schedule.actions[simulation.peak_position]
-    phase = "backward" if kind == "B" else "forward"
-    name = graph.nodes[n].name
+    setter, name = "inputs and parameters, for there are no operations", None
+    if schedule.actions:
+        kind, n = schedule.actions[simulation.peak_position]
+        name = graph.nodes[n].name
+        setter = f"the {'backward' if kind == 'B' else 'forward'} of {name!r}"
     return InfeasibleBudgetError(
-        f"{planner} cannot go below {simulation.peak_bytes} bytes, set by the {phase} of {name!r}, and the budget is "
-        f"{budget_bytes} bytes: raise memory_budget, lower the batch size or choose another planner",
+        f"{planner} cannot go below {simulation.peak_bytes} bytes, set by {setter}, and the budget is {budget_bytes} "
+        "bytes: raise memory_budget, lower the batch size or choose another planner",
         minimum_bytes=simulation.peak_bytes,
         budget_bytes=budget_bytes,
         node=name,

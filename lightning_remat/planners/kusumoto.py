@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
-from .canonical import lower_sequence
 from .family import fastest_that_fits
 from .lower_set_program import Objective, best_sequence, least_budget_units
 from .lower_set_table import LowerSetTable, tabulate
-from .lower_sets import MAXIMUM_LOWER_SETS, all_lower_sets, masks, members, near_lower_sets, pruned_lower_sets
+from .lower_sets import MAXIMUM_LOWER_SETS, Family, all_lower_sets, masks, members, pruned_lower_sets
 from .lower_sets import LowerSetProblem as LowerSetProblem
-from .storage_graph import merge_views
-
-_log = logging.getLogger(__name__)
-
-Family = Literal["all", "pruned"]
+from .strategies import strategies
 
 
 class SequenceCost(NamedTuple):
@@ -176,14 +169,8 @@ def _family(problem: LowerSetProblem, family: Family) -> list[int]:
     return found
 
 
-_MOST_LOWER_SETS = 12_000  # of which steps are then left out; of a narrowed family all steps are kept
-_MOST_NEAR_LOWER_SETS = 4_000
-_RESOLUTION = 3072  # the model of memory is cruder than that: what a schedule needs is for the simulator to say
-_NUM_BUDGETS = {"all": 8, "pruned": 32}
-
-
 def plan_kusumoto_exact(
-    graph: Graph, budget_bytes: int, *, objective: Objective = "time", liveness: bool = True
+    graph: Graph, budget_bytes: int, *, objective: Objective | None = None, liveness: bool = True
 ) -> Schedule:
     """The fastest canonical strategy that fits, of the best by equations (1) and (2) at several internal budgets.
 
@@ -196,8 +183,9 @@ def plan_kusumoto_exact(
     Args:
         graph: The operations.
         budget_bytes: The true peak that must not be exceeded.
-        objective: `"time"`: least overhead at each internal budget. `"memory"`: the most, the memory-centric strategy,
-            whose large parts liveness analysis shrinks well.
+        objective: `"time"`: the time-centric strategies, of least overhead at each internal budget. `"memory"`: the
+            memory-centric ones, of most overhead, whose large parts liveness analysis shrinks well. None: both, of
+            which the first are the faster ones where memory is ample and the second reach lower.
         liveness: Whether values go right after their last use, or with their part.
 
     Returns:
@@ -209,16 +197,16 @@ def plan_kusumoto_exact(
 
     Reference: Kusumoto et al. 2019, sections 4.2 and 4.4, Algorithm 1.
     """
-    _check_objective(objective)
+    objectives = _objectives(objective)
     candidates = (
-        *_strategies(graph, "pruned", objective, liveness),
-        *_strategies(graph, "all", objective, liveness),
+        *strategies(graph, "pruned", objectives, liveness=liveness),
+        *strategies(graph, "all", objectives, liveness=liveness),
     )
     return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_exact")
 
 
 def plan_kusumoto_approx(
-    graph: Graph, budget_bytes: int, *, objective: Objective = "time", liveness: bool = True
+    graph: Graph, budget_bytes: int, *, objective: Objective | None = None, liveness: bool = True
 ) -> Schedule:
     """The fastest canonical strategy over pruned lower sets that fits, of the best at several internal budgets.
 
@@ -227,7 +215,7 @@ def plan_kusumoto_approx(
     Args:
         graph: The operations.
         budget_bytes: The true peak that must not be exceeded.
-        objective: `"time"` (time-centric) or `"memory"` (memory-centric).
+        objective: `"time"` (time-centric), `"memory"` (memory-centric), or None for both.
         liveness: Whether values go right after their last use, or with their part.
 
     Returns:
@@ -239,69 +227,17 @@ def plan_kusumoto_approx(
 
     Reference: Kusumoto et al. 2019, sections 4.3 and 4.4.
     """
-    _check_objective(objective)
-    candidates = _strategies(graph, "pruned", objective, liveness)
+    candidates = strategies(graph, "pruned", _objectives(objective), liveness=liveness)
     return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_approx")
+
+
+def _objectives(objective: Objective | None) -> tuple[Objective, ...]:
+    if objective is None:
+        return "time", "memory"
+    _check_objective(objective)
+    return (objective,)
 
 
 def _check_objective(objective: str) -> None:
     if objective not in ("time", "memory"):
         raise ValueError(f"objective is {objective!r}, expected 'time' or 'memory'")
-
-
-@lru_cache(maxsize=8)
-def _strategies(graph: Graph, family: Family, objective: Objective, liveness: bool) -> tuple[Schedule, ...]:
-    """The canonical strategies of the best sequences, each with its last part kept and not."""
-    storages = merge_views(graph)
-    total = max(1, sum(storages.sizes))
-    memories = tuple(round(size * _RESOLUTION / total) for size in storages.sizes)
-    problem = LowerSetProblem(storages.seconds, memories, storages.edges)
-    schedules: dict[Schedule, None] = {}
-    for part in _best_partitions(_planning_table(problem, family), objective, _NUM_BUDGETS[family]):
-        for keeps_last in (True, False):
-            schedule = lower_sequence(graph, storages, part, liveness=liveness, keeps_last=keeps_last)
-            schedules.setdefault(schedule)
-    return tuple(schedules)
-
-
-def _planning_table(problem: LowerSetProblem, family: Family) -> LowerSetTable:
-    count = len(problem.times)
-    pruned = pruned_lower_sets(count, problem.edges)
-    if family == "pruned":
-        return tabulate(problem, pruned, is_complete=False)
-    found = all_lower_sets(count, problem.edges, limit=_MOST_LOWER_SETS)
-    if found is not None:
-        return tabulate(problem, found, is_complete=True)
-    near, window = near_lower_sets(count, problem.edges, _MOST_NEAR_LOWER_SETS)
-    _log.warning(
-        "kusumoto_exact: the graph has more than %d lower sets; searched are the %d within %s places of the execution "
-        "order and the pruned ones",
-        _MOST_LOWER_SETS,
-        len(near),
-        window,
-    )
-    merged = sorted({*near, *pruned}, key=lambda mask: (mask.bit_count(), mask))
-    return tabulate(problem, merged, is_complete=False)
-
-
-def _best_partitions(table: LowerSetTable, objective: Objective, num_budgets: int) -> Iterator[list[int]]:
-    """For each node the number of its part: all in one, then by the best sequences at several budgets.
-
-    The budgets run from the least one to M(V), about what it takes to cache everything, dense at the low end.
-    """
-    whole = len(table.masks) - 1
-    least = least_budget_units(table)
-    most = max(float(least), float(table.memory[-1]))
-    found: dict[tuple[int, ...], None] = {(whole,) if whole else (): None}
-    for step in range(num_budgets):
-        rows = best_sequence(table, least + (most - least) * (step / num_budgets) ** 2, objective)
-        assert rows is not None, "the least budget suffices"
-        found.setdefault(tuple(rows))
-    for sequence in found:
-        part = [0] * table.masks[-1].bit_length()
-        previous = 0
-        for number, row in enumerate(sequence):
-            for v in members(table.masks[row] & ~previous):
-                part[v] = number
-            previous = table.masks[row]
-        yield part

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["all", "pruned"]
 
 MAXIMUM_LOWER_SETS = 1 << 16
 """Lower sets that an enumeration may find before it gives up: at that number the dynamic program is out of reach."""

@@ -11,7 +11,7 @@ from ..schedule import Schedule
 from ..simulator import Simulation, simulate
 from ..stage_lowering import lower_sequence
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
-from .family import infeasible
+from .family import fastest_that_fits, infeasible
 from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory, least_memory
 from .rotor_solver import Table, front_table, keep_all_sequence, sequence_at, slot_table
 
@@ -69,7 +69,7 @@ def plan_stages(
     if slots < 1:
         raise ValueError(f"slots is {slots}: pass a positive number")
     if not graph.nodes:
-        return Schedule(())
+        return fastest_that_fits(graph, budget_bytes, [Schedule(())], planner=planner)
     stages = cut_stages(graph)
     figures = tuple(stage_figures(graph, stage) for stage in stages)
     lowest: list[Judged] = []
