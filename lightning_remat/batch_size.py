@@ -13,7 +13,6 @@ from torch import nn
 
 from .batch_search.candidate_search import CandidateSearch
 from .batch_search.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
-from .batch_search.step_planner import StepPlan
 from .batch_search.trial import STEPS_PER_TRIAL, StepModel, Trial, install, model_step, uninstall
 from .budget import format_bytes
 from .device_memory import device_memory
@@ -21,6 +20,7 @@ from .errors import InfeasibleBudgetError
 from .planner import plan
 from .result import Result
 from .settings import Settings
+from .step_planner import StepPlan
 
 logger = logging.getLogger(__name__)
 

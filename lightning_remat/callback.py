@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .batch_search.batch_resizing import batch_size_of, has_batch_dimension
-from .batch_search.footprint import optimizer_tensors, tensors_in
 from .batch_search.out_of_memory import is_out_of_memory
 from .batch_search.trial import install, uninstall
 from .batch_size import find, lowest_peak
 from .budget import Budget
 from .errors import InfeasibleBudgetError
+from .footprint import optimizer_tensors, tensors_in
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result
 from .schedule import Schedule

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .batch_search.step_planner import StepPlan
 from .planner import Plan
+from .step_planner import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

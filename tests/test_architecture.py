@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "lightning_remat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PURE_HALF = {
     "allocation", "budget", "chain", "errors", "explanation", "graph", "lifetimes", "lowering", "planner", "planners",
-    "schedule", "simulator", "stage_lowering", "stages",
+    "schedule", "simulator", "stage_lowering", "stages", "step_memory", "step_planner",
 }  # fmt: skip
 TORCH_HALF = {
-    "ambient", "capture", "cost_model", "device_memory", "evaluation", "executor", "fusion", "gradient_probe", "hooks",
-    "meter", "profiler", "program", "python_state", "recording", "rewriter", "saved_tensors", "stopwatch", "tracer",
+    "ambient", "capture", "cost_model", "device_memory", "evaluation", "executor", "footprint", "fusion",
+    "gradient_probe", "hooks", "meter", "preserve", "profiler", "program", "python_state", "recording", "regions",
+    "rewriter", "saved_tensors", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

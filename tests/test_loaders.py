@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_remat.batch_search.batch_resizing import batch_size_of, resized
-from lightning_remat.batch_search.preserve import preserved_random
+from lightning_remat.preserve import preserved_random
 from lightning_remat.trainer.loaders import first_batch, rebatched
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_remat.batch_search.preserve import preserved
+from lightning_remat.preserve import preserved
 
 
 class Stateful(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_remat.batch_search.regions import find_calls
+from lightning_remat.regions import find_calls
 
 
 class Root(nn.Module):

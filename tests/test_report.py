@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_remat import Graph, Node
-from lightning_remat.batch_search.step_memory import Surroundings
-from lightning_remat.batch_search.step_planner import plan_step
 from lightning_remat.report import candidates_table, format_table, kept_and_recomputed, result_table, write_reports
 from lightning_remat.result import Candidate, Result
+from lightning_remat.step_memory import Surroundings
+from lightning_remat.step_planner import plan_step
 from lightning_remat.trainer.step_clock import Reading
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_remat import Graph, InfeasibleBudgetError, Node, simulate
 from lightning_remat.batch_search.batch_scaling import Line, ScalableGraph
-from lightning_remat.batch_search.step_memory import RegionCost, Surroundings, step_timeline
-from lightning_remat.batch_search.step_planner import plan_step
 from lightning_remat.lowering import lower_kept
+from lightning_remat.step_memory import RegionCost, Surroundings, step_timeline
+from lightning_remat.step_planner import plan_step
 
 
 def chain(count: int = 6, size: int = 100, parameter_bytes: int = 10, *, scale: float = 1.0) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
-from .step_memory import Surroundings
+from ..step_memory import Surroundings
 
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (

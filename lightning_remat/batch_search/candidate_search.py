@@ -10,8 +10,8 @@ from ..budget import format_bytes, parse_budget
 from ..errors import InfeasibleBudgetError
 from ..result import Candidate
 from ..settings import Settings
+from ..step_planner import StepPlan, plain_timeline, plan_step
 from .schedule_pool import SchedulePool, make_pool
-from .step_planner import StepPlan, plain_timeline, plan_step
 from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12

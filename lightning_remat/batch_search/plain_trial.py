@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from ..batch_size import find
 from ..budget import Budget
+from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
 from ..meter import measure_peak
+from ..preserve import preserved
+from ..regions import Call, find_calls
 from ..report import write_reports
 from ..result import Result
 from ..schedule import Schedule
 from ..settings import Settings
+from ..step_memory import Surroundings
 from .batch_resizing import batch_size_of, resized
-from .footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
-from .preserve import preserved
-from .regions import Call, find_calls
-from .step_memory import Surroundings
 from .trial import STEPS_PER_TRIAL
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from ..lowering import lower_kept
 from ..planner import Plan
 from ..schedule import Schedule
 from ..simulator import Simulation, simulate
-from .step_memory import RegionCost, Surroundings, step_timeline
-from .step_planner import StepPlan, plain_timeline, plan_step
+from ..step_memory import RegionCost, Surroundings, step_timeline
+from ..step_planner import StepPlan, plain_timeline, plan_step
 
 _NUM_BUDGETS = 16
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..graph import Graph
 from ..profiler import profile
+from ..regions import Call
 from ..rewriter import rematerialize, restore
+from ..step_memory import Surroundings
+from ..step_planner import StepPlan
 from ..tracer import trace
 from .batch_scaling import Line, ScalableGraph, scaled_surroundings
-from .regions import Call
-from .step_memory import Surroundings
-from .step_planner import StepPlan
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from ..batch_search.preserve import preserved_random
-from ..batch_search.regions import submodules
+from ..preserve import preserved_random
+from ..regions import submodules
 from ..settings import Settings
 from .lightning_private import callbacks_of, forget_loaders, set_callbacks, set_initial_hparams, takes_loader_iterator
 from .loaders import loader_batch_size, rebatched

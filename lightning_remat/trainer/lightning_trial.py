@@ -11,7 +11,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..batch_search.batch_resizing import batch_size_of, has_batch_dimension, resized
-from ..batch_search.footprint import (
+from ..batch_search.trial import STEPS_PER_TRIAL
+from ..footprint import (
     alive_bytes,
     optimizer_footprint,
     optimizer_tensors,
@@ -19,12 +20,11 @@ from ..batch_search.footprint import (
     storage_bytes,
     tensors_in,
 )
-from ..batch_search.preserve import preserved, preserved_random
-from ..batch_search.regions import Call, find_calls
-from ..batch_search.step_memory import Surroundings
-from ..batch_search.trial import STEPS_PER_TRIAL
 from ..meter import measure_peak
+from ..preserve import preserved, preserved_random
+from ..regions import Call, find_calls
 from ..settings import Settings
+from ..step_memory import Surroundings
 from .lightning_private import (
     gradient_scaler,
     on_device,

@@ -13,12 +13,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..batch_search.out_of_memory import is_out_of_memory
-from ..batch_search.preserve import record, record_random
-from ..batch_search.step_planner import StepPlan, plan_step
 from ..batch_search.trial import install, model_step, uninstall
 from ..budget import format_bytes
+from ..preserve import record, record_random
 from ..result import Result
 from ..settings import Settings
+from ..step_planner import StepPlan, plan_step
 from .lightning_private import logged_results
 from .lightning_trial import LightningTrial
 

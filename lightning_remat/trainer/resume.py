@@ -10,12 +10,12 @@ from typing import Any
 import lightning
 import torch
 
-from ..batch_search.regions import submodules
-from ..batch_search.step_memory import Surroundings
-from ..batch_search.step_planner import StepPlan
 from ..planner import Plan
+from ..regions import submodules
 from ..result import Candidate, Result
 from ..settings import Settings
+from ..step_memory import Surroundings
+from ..step_planner import StepPlan
 from .lightning_trial import LightningTrial
 
 _VERSION = 1

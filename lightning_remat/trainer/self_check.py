@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_search.out_of_memory import is_out_of_memory
-from ..batch_search.step_planner import StepPlan
 from ..batch_search.trial import install, uninstall
+from ..step_planner import StepPlan
 from .lightning_trial import LightningTrial
 
 

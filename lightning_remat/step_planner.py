@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..budget import format_bytes
-from ..errors import InfeasibleBudgetError
-from ..graph import Graph
-from ..lowering import lower_kept
-from ..planner import Plan, plan
-from ..schedule import Schedule
+from .budget import format_bytes
+from .errors import InfeasibleBudgetError
+from .graph import Graph
+from .lowering import lower_kept
+from .planner import Plan, plan
+from .schedule import Schedule
 from .step_memory import RegionCost, Surroundings, Timeline, step_timeline
 
 _MOST_ROUNDS = 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..meter import measure_peak, tensor_storage
+from .meter import measure_peak, tensor_storage
 from .regions import Call
 
 

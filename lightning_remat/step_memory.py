@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..graph import Graph
-from ..schedule import Schedule
-from ..simulator import simulate
+from .graph import Graph
+from .schedule import Schedule
+from .simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
