@@ -18,6 +18,7 @@ from comparison import Attempt, attempt, attempts_table, budgets_between, trade_
 from lightning_remat import PLANNERS, Graph, profile, trace
 from lightning_remat.budget import format_bytes, parse_budget
 from plan_plots import plot_timelines, plot_trade_off
+from schedule_picture import plot_schedule
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="plan")
@@ -53,6 +54,8 @@ def main(config: DictConfig) -> None:
     write_csv([plain, *first, *(point for curve in curves.values() for point in curve)], folder / "trade_off.csv")
     plot_trade_off(curves, plain, budget_bytes, folder / "trade_off.png", title)
     plot_timelines([plain, *first], budget_bytes, folder / "timeline.png", title)
+    if fitting := [found.plan for found in first if found.plan is not None]:
+        plot_schedule(min(fitting, key=lambda best: best.simulation.seconds), folder / "schedule.png", title)
     console.print(f"curves, timelines and plans are in {folder}")
 
 
