@@ -63,9 +63,26 @@ def test_a_value_is_recomputed_many_times_where_memory_is_short():
 def test_time_limit_returns_the_best_found_and_says_so(caplog):
     graph = relu_chain(60)
     with caplog.at_level(logging.WARNING):
-        schedule = plan_checkmate(graph, 2500, method="milp", time_limit=0.5)
-    assert simulate(graph, schedule).peak_bytes <= 2500
+        schedule = plan_checkmate(graph, 2500, method="milp", time_limit=2.0)
+    found = simulate(graph, schedule)
+    assert found.peak_bytes <= 2500
     assert "not proven optimal" in caplog.text
+    # No slower than the roundings that need no solver: the best of all that was found is returned.
+    assert found.seconds <= simulate(graph, plan_checkmate(graph, 2500, time_limit=1e-9)).seconds
+
+
+def test_a_sweep_cut_short_says_so_every_time(caplog):
+    graph = relu_chain(12, output_bytes=77)
+    for _ in range(2):  # the second answer is remembered
+        caplog.clear()
+        schedule = plan_checkmate(graph, 10**6, time_limit=1e-9)
+        assert simulate(graph, schedule).recompute_seconds == 0
+        assert "after 0 of 7 memory limits; the answer is not proven optimal" in caplog.text
+
+
+def test_an_answer_proven_optimal_says_nothing(caplog):
+    plan_checkmate(relu_chain(6), 500, method="milp")
+    assert not caplog.text
 
 
 def test_progress_is_printed(capsys):

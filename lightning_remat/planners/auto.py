@@ -7,7 +7,7 @@ from ..lowering import lower_kept
 from ..schedule import Schedule
 from ..simulator import simulate
 from .auto_front import build_front
-from .family import fastest_that_fits, infeasible
+from .family import fastest_that_fits, infeasible, trade_off
 from .fast_simulator import work_for
 from .windows import schedule_of
 
@@ -40,7 +40,7 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
     Reference: the dynamic program extends Beaumont et al. 2024, Theorem 4.8 (Rotor).
     """
     if not graph.nodes:
-        return fastest_that_fits(graph, budget_bytes, [lower_kept(graph, ())], planner="auto")
+        return fastest_that_fits(graph, budget_bytes, trade_off(graph, [lower_kept(graph, ())]), planner="auto")
     problem, front = build_front(graph, effort)
     found = front.within(budget_bytes)
     schedule = schedule_of(graph, problem, front.windows(problem, found or 0), work_for(problem))

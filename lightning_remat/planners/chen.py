@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 from .storage_graph import articulation_points, merge_views, nodes_of
 
 
@@ -109,14 +109,14 @@ def plan_chen(graph: Graph, budget_bytes: int) -> Schedule:
     Reference: Chen et al. 2016, section 4.3, Algorithm 3, Appendix A; Kusumoto et al. 2019, Appendix B (the
     splitting points).
     """
-    return fastest_that_fits(graph, budget_bytes, _plans(graph), planner="chen")
+    return fastest_that_fits(graph, budget_bytes, _family(graph), planner="chen")
 
 
 _MOST_PLANS = 64
 
 
 @lru_cache(maxsize=8)
-def _plans(graph: Graph) -> tuple[Schedule, ...]:
+def _family(graph: Graph) -> tuple[Candidate, ...]:
     storages = merge_views(graph)
     candidates = articulation_points(len(storages.owners), storages.edges)
     distinct = {plan.m for plan in _every_plan(storages.sizes, candidates)}
@@ -128,7 +128,7 @@ def _plans(graph: Graph) -> tuple[Schedule, ...]:
         last = set(range(max(kept, default=-1) + 1, len(m)))
         schedules.setdefault(lower_kept(graph, nodes_of(storages, kept | last)))
         schedules.setdefault(lower_kept(graph, nodes_of(storages, kept)))
-    return tuple(schedules)
+    return trade_off(graph, schedules)
 
 
 def _every_plan(sizes: Sequence[float], candidates: Collection[int]) -> Iterator[MirrorPlan]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 
 CHEAP_KINDS = frozenset(
     [
@@ -102,13 +104,17 @@ def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[s
 
     Reference: Chen et al. 2016, section 4.2 (drop the results of low-cost operations).
     """
+    return fastest_that_fits(graph, budget_bytes, _family(graph, cheap_kinds), planner="chen_cheap")
+
+
+@lru_cache(maxsize=8)
+def _family(graph: Graph, cheap_kinds: frozenset[str]) -> tuple[Candidate, ...]:
     everything = set(range(len(graph.nodes)))
     cheap = [n for n, node in enumerate(graph.nodes) if not node.is_view and set(node.kind.split("+")) <= cheap_kinds]
     cheap.sort(key=lambda n: -_bytes_per_second(graph, n))
     step = max(1, -(-len(cheap) // 64))
     counts = [*range(0, len(cheap), step), len(cheap)]
-    candidates = (lower_kept(graph, everything - set(cheap[:k])) for k in counts)
-    return fastest_that_fits(graph, budget_bytes, candidates, planner="chen_cheap")
+    return trade_off(graph, (lower_kept(graph, everything - set(cheap[:k])) for k in counts))
 
 
 def _bytes_per_second(graph: Graph, n: int) -> float:

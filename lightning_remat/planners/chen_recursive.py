@@ -10,7 +10,7 @@ from itertools import pairwise
 from ..graph import Graph
 from ..lowering import apply_liveness, missing, reads
 from ..schedule import Action, Schedule
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 from .storage_graph import articulation_points, merge_views
 
 _NUM_KEPT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -44,11 +44,15 @@ def plan_chen_recursive(
     for label, value in (("num_kept", num_kept), ("num_levels", num_levels)):
         if value is not None and value < 1:
             raise ValueError(f"{label} is {value}, expected at least 1")
-    return fastest_that_fits(graph, budget_bytes, _plans(graph, num_kept, num_levels), planner="chen_recursive")
+    return fastest_that_fits(graph, budget_bytes, _family(graph, num_kept, num_levels), planner="chen_recursive")
 
 
 @lru_cache(maxsize=8)
-def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> tuple[Schedule, ...]:
+def _family(graph: Graph, num_kept: int | None, num_levels: int | None) -> tuple[Candidate, ...]:
+    return trade_off(graph, _plans(graph, num_kept, num_levels))
+
+
+def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> list[Schedule]:
     count = len(graph.nodes)
     cuts = _Cuts(graph)
     schedules: dict[Schedule, None] = {}
@@ -64,7 +68,7 @@ def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> tuple[
                 break  # no segment is left to split
             schedules.setdefault(schedule)
             previous = schedule
-    return tuple(schedules)
+    return list(schedules)
 
 
 class _Cuts:

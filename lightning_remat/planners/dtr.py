@@ -11,7 +11,7 @@ from ..lowering import apply_liveness, lower_kept
 from ..schedule import Schedule
 from ..simulator import simulate
 from .eviction import evict, pack_step
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 
 _NUM_LIMITS = 96
 _MOST_RUNS = 20  # of a node on average, before an attempt counts as thrashing
@@ -41,10 +41,10 @@ def plan_dtr(graph: Graph, budget_bytes: int) -> Schedule:
 
 
 @lru_cache(maxsize=8)
-def _family(graph: Graph) -> tuple[Schedule, ...]:
+def _family(graph: Graph) -> tuple[Candidate, ...]:
     plain = lower_kept(graph, range(len(graph.nodes)))
     if not graph.nodes:
-        return (plain,)
+        return trade_off(graph, [plain])
     step = pack_step(graph)
     top = simulate(graph, plain).peak_bytes
     low = min(int(step.highest_bytes.max()), top)
@@ -54,4 +54,4 @@ def _family(graph: Graph) -> tuple[Schedule, ...]:
         schedule = evict(step, low + int(fraction * (top - low)), _MOST_RUNS * len(graph.nodes))
         if schedule is not None:
             found[apply_liveness(graph, schedule)] = None
-    return tuple(found)
+    return trade_off(graph, found)

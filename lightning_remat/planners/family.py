@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
@@ -10,35 +12,55 @@ from ..schedule import Schedule
 from ..simulator import Simulation, simulate
 
 
-def fastest_that_fits(graph: Graph, budget_bytes: int, candidates: Iterable[Schedule], *, planner: str) -> Schedule:
-    """The fastest candidate whose simulated peak is within the budget (ties: the lower peak).
+class Candidate(NamedTuple):
+    """A schedule of a family with its simulated peak and seconds."""
+
+    peak_bytes: int
+    seconds: float
+    schedule: Schedule
+
+
+def trade_off(graph: Graph, schedules: Iterable[Schedule]) -> tuple[Candidate, ...]:
+    """The schedules that no other one beats in both peak and seconds, by rising peak and falling seconds.
+
+    A family that does not depend on the budget is judged once, and then looked up for every budget.
+
+    Args:
+        graph: The operations.
+        schedules: The family, at least one.
+    """
+    judged: list[Candidate] = []
+    for schedule in schedules:
+        simulation = simulate(graph, schedule)
+        judged.append(Candidate(simulation.peak_bytes, simulation.seconds, schedule))
+    judged.sort(key=lambda candidate: candidate[:2])
+    front: list[Candidate] = []
+    for candidate in judged:
+        if not front or candidate.seconds < front[-1].seconds:
+            front.append(candidate)
+    return tuple(front)
+
+
+def fastest_that_fits(graph: Graph, budget_bytes: int, family: Sequence[Candidate], *, planner: str) -> Schedule:
+    """The fastest schedule of the family whose simulated peak is within the budget.
 
     Args:
         graph: The operations.
         budget_bytes: The true peak that must not be exceeded.
-        candidates: The schedules of the family, at least one.
+        family: What `trade_off` returned.
         planner: The family's name, for the error.
 
     Returns:
-        One of the candidates.
+        One of the family.
 
     Raises:
         InfeasibleBudgetError: None fits; carries the lowest peak of the family and the node that sets it.
     """
-    best: tuple[tuple[float, int], Schedule] | None = None
-    lowest: tuple[Simulation, Schedule] | None = None
-    for schedule in candidates:
-        simulation = simulate(graph, schedule)
-        if simulation.peak_bytes <= budget_bytes:
-            key = (simulation.seconds, simulation.peak_bytes)
-            if best is None or key < best[0]:
-                best = (key, schedule)
-        elif lowest is None or simulation.peak_bytes < lowest[0].peak_bytes:
-            lowest = (simulation, schedule)
-    if best is not None:
-        return best[1]
-    assert lowest is not None, "a family has at least one schedule"
-    raise infeasible(graph, budget_bytes, lowest[1], lowest[0], planner=planner)
+    fitting = bisect_right(family, budget_bytes, key=lambda candidate: candidate.peak_bytes)
+    if fitting:
+        return family[fitting - 1].schedule
+    lowest = family[0].schedule
+    raise infeasible(graph, budget_bytes, lowest, simulate(graph, lowest), planner=planner)
 
 
 def infeasible(

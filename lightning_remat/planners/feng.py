@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
 from .division_tree import ClosedSet, divide
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 
 Numbers = NDArray[Any]
 
@@ -102,8 +103,13 @@ def storage_problem(graph: Graph) -> tuple[list[int], list[tuple[int, int]], lis
 _MOST_CANDIDATES = 128
 
 
-def _family(graph: Graph) -> Iterator[Schedule]:
+@lru_cache(maxsize=8)
+def _family(graph: Graph) -> tuple[Candidate, ...]:
     """Depends on the graph alone, so that more budget never makes the answer slower."""
+    return trade_off(graph, _schedules(graph))
+
+
+def _schedules(graph: Graph) -> Iterator[Schedule]:
     everything = range(len(graph.nodes))
     yield lower_kept(graph, everything)
     costs, edges, vertices = storage_problem(graph)

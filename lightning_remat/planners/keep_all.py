@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
-from .family import fastest_that_fits
+from .family import fastest_that_fits, trade_off
 
 
 def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:
@@ -21,4 +21,6 @@ def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:
     Raises:
         InfeasibleBudgetError: The plain step needs more than the budget.
     """
-    return fastest_that_fits(graph, budget_bytes, [lower_kept(graph, range(len(graph.nodes)))], planner="keep_all")
+    return fastest_that_fits(
+        graph, budget_bytes, trade_off(graph, [lower_kept(graph, range(len(graph.nodes)))]), planner="keep_all"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 from .lower_set_program import Objective, best_sequence, least_budget_units
 from .lower_set_table import LowerSetTable, tabulate
 from .lower_sets import MAXIMUM_LOWER_SETS, Family, all_lower_sets, masks, members, pruned_lower_sets
@@ -197,12 +198,8 @@ def plan_kusumoto_exact(
 
     Reference: Kusumoto et al. 2019, sections 4.2 and 4.4, Algorithm 1.
     """
-    objectives = _objectives(objective)
-    candidates = (
-        *strategies(graph, "pruned", objectives, liveness=liveness),
-        *strategies(graph, "all", objectives, liveness=liveness),
-    )
-    return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_exact")
+    family = _exact_family(graph, _objectives(objective), liveness)
+    return fastest_that_fits(graph, budget_bytes, family, planner="kusumoto_exact")
 
 
 def plan_kusumoto_approx(
@@ -227,8 +224,19 @@ def plan_kusumoto_approx(
 
     Reference: Kusumoto et al. 2019, sections 4.3 and 4.4.
     """
-    candidates = strategies(graph, "pruned", _objectives(objective), liveness=liveness)
-    return fastest_that_fits(graph, budget_bytes, candidates, planner="kusumoto_approx")
+    family = _approx_family(graph, _objectives(objective), liveness)
+    return fastest_that_fits(graph, budget_bytes, family, planner="kusumoto_approx")
+
+
+@lru_cache(maxsize=8)
+def _approx_family(graph: Graph, objectives: tuple[Objective, ...], liveness: bool) -> tuple[Candidate, ...]:
+    return trade_off(graph, strategies(graph, "pruned", objectives, liveness=liveness))
+
+
+@lru_cache(maxsize=8)
+def _exact_family(graph: Graph, objectives: tuple[Objective, ...], liveness: bool) -> tuple[Candidate, ...]:
+    pruned = [candidate.schedule for candidate in _approx_family(graph, objectives, liveness)]
+    return trade_off(graph, [*pruned, *strategies(graph, "all", objectives, liveness=liveness)])
 
 
 def _objectives(objective: Objective | None) -> tuple[Objective, ...]:

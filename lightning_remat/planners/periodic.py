@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
-from .family import fastest_that_fits
+from .family import Candidate, fastest_that_fits, trade_off
 
 
 def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = None) -> Schedule:
@@ -34,9 +35,13 @@ def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = Non
     count = len(graph.nodes)
     if segments is not None and not 1 <= segments <= max(1, count):
         raise ValueError(f"segments is {segments}, but a graph of {count} nodes has 1 to {count}")
-    numbers = _segment_counts(count) if segments is None else iter((segments,))
-    candidates = (lower_kept(graph, _boundary(graph, k)) for k in numbers)
-    return fastest_that_fits(graph, budget_bytes, candidates, planner="periodic")
+    return fastest_that_fits(graph, budget_bytes, _family(graph, segments), planner="periodic")
+
+
+@lru_cache(maxsize=8)
+def _family(graph: Graph, segments: int | None) -> tuple[Candidate, ...]:
+    numbers = _segment_counts(len(graph.nodes)) if segments is None else (segments,)
+    return trade_off(graph, (lower_kept(graph, _boundary(graph, k)) for k in numbers))
 
 
 def _segment_counts(count: int) -> Iterator[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..chain import Chain, ChainSequence, Operation, OperationKind, memory_usages
 from ..errors import InfeasibleBudgetError
@@ -14,6 +15,13 @@ from .rotor_problem import Problem, build, keep_all_memory, least_memory
 from .rotor_slots import fill_slots
 
 _NO_LIMIT = 1 << 60
+
+
+class Steps(NamedTuple):
+    """The operations of a sequence as arrays: index in `KINDS`, and stage."""
+
+    kinds: NDArray[np.int8]
+    stages: NDArray[np.int32]
 
 
 def solve_chain(
@@ -87,8 +95,18 @@ def front_table(p: Problem, memory: int, limit: int) -> Table:
 
 def sequence_at(p: Problem, table: Table, available: int) -> ChainSequence:
     """The sequence that has the table's makespan for the whole chain with `available` slots."""
+    return to_sequence(steps_at(p, table, available))
+
+
+def steps_at(p: Problem, table: Table, available: int) -> Steps:
+    """The same in a few bytes an operation."""
     kinds, stages = cast("tuple[Any, Any]", walk(p, table, available))
-    pairs = zip(kinds.tolist(), stages.tolist(), strict=True)
+    return Steps(kinds.astype(np.int8), stages.astype(np.int32))
+
+
+def to_sequence(steps: Steps) -> ChainSequence:
+    """The sequence of the steps."""
+    pairs = zip(steps.kinds.tolist(), steps.stages.tolist(), strict=True)
     return ChainSequence(tuple(Operation(cast(OperationKind, KINDS[kind]), stage) for kind, stage in pairs))
 
 

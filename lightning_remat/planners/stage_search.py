@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from ..chain import ChainSequence
 from ..graph import Graph
 from ..schedule import Schedule
-from ..simulator import Simulation, simulate
+from ..simulator import simulate
 from ..stage_lowering import lower_sequence
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
-from .family import fastest_that_fits, infeasible
+from .family import fastest_that_fits, infeasible, trade_off
 from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory, least_memory
-from .rotor_solver import Table, front_table, keep_all_sequence, sequence_at, slot_table
+from .rotor_solver import Steps, Table, front_table, keep_all_sequence, slot_table, steps_at, to_sequence
 
 # Up to so many states the makespans are step functions of exact memory, of at most so many steps.
 _MOST_EXACT_ROWS = 3000
@@ -25,8 +28,6 @@ _MOST_CELLS = 150_000_000
 _NUM_FIRST, _NUM_SPREAD = 8, 14
 # Sequences judged beyond the boundary that bisection finds, and about the lowest peak.
 _NUM_BEYOND = 10
-
-Judged: TypeAlias = tuple[Simulation, Schedule]
 
 
 class SubFamily(NamedTuple):
@@ -69,58 +70,100 @@ def plan_stages(
     if slots < 1:
         raise ValueError(f"slots is {slots}: pass a positive number")
     if not graph.nodes:
-        return fastest_that_fits(graph, budget_bytes, [Schedule(())], planner=planner)
-    stages = cut_stages(graph)
-    figures = tuple(stage_figures(graph, stage) for stage in stages)
-    lowest: list[Judged] = []
+        return fastest_that_fits(graph, budget_bytes, trade_off(graph, [Schedule(())]), planner=planner)
+    lowest: list[tuple[int, _Optima, int]] = []
     for group in (families, floor_families):
-        answers: list[Judged] = []
+        answers: list[tuple[float, int, _Optima, int]] = []
         for family in group:
-            problem = stage_problem(graph, stages, figures, family)
-            judged = _judge_family(graph, budget_bytes, stages, problem, slots)
-            answers += [pair for pair in judged if pair[0].peak_bytes <= budget_bytes]
-            lowest.append(min(judged, key=lambda pair: pair[0].peak_bytes))
+            optima = _optima(graph, family, slots)
+            for index in _near(optima, budget_bytes):
+                peak_bytes, seconds = optima.judge(index)
+                lowest.append((peak_bytes, optima, index))
+                if peak_bytes <= budget_bytes:
+                    answers.append((seconds, peak_bytes, optima, index))
         if answers:
-            return min(answers, key=lambda pair: (pair[0].seconds, pair[0].peak_bytes))[1]
-    simulation, schedule = min(lowest, key=lambda pair: pair[0].peak_bytes)
-    raise infeasible(graph, budget_bytes, schedule, simulation, planner=planner)
+            _, _, optima, index = min(answers, key=lambda answer: answer[:2])
+            return optima.schedule(index)
+    _, optima, index = min(lowest, key=lambda one: one[0])
+    schedule = optima.schedule(index)
+    raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner=planner)
 
 
-def _judge_family(
-    graph: Graph, budget_bytes: int, stages: tuple[GraphStage, ...], problem: Problem, slots: int
-) -> list[Judged]:
-    """Simulations of a family's sequences: of the fastest that fits where one does, else of the lowest peak."""
+@dataclass(frozen=True, slots=True)
+class _Optima:
+    """A family's optimal sequences on a graph, by rising memory; the last one is that of ample memory.
+
+    Attributes:
+        graph: The operations.
+        stages: Its stages.
+        steps: Each sequence but the last.
+        ample: The last sequence.
+        judged: Simulated peak and seconds of those that were asked for.
+    """
+
+    graph: Graph
+    stages: tuple[GraphStage, ...]
+    steps: tuple[Steps, ...]
+    ample: ChainSequence
+    judged: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+
+    @property
+    def last(self) -> int:
+        """Index of the last sequence."""
+        return len(self.steps)
+
+    def schedule(self, index: int) -> Schedule:
+        """A sequence as a schedule."""
+        sequence = self.ample if index == self.last else to_sequence(self.steps[index])
+        return lower_sequence(self.graph, self.stages, sequence)
+
+    def judge(self, index: int) -> tuple[int, float]:
+        """Simulated peak in bytes and seconds of a sequence."""
+        if index not in self.judged:
+            simulation = simulate(self.graph, self.schedule(index))
+            self.judged[index] = simulation.peak_bytes, simulation.seconds
+        return self.judged[index]
+
+
+@lru_cache(maxsize=8)
+def _optima(graph: Graph, family: SubFamily, slots: int) -> _Optima:
+    stages, figures = _stages(graph)
+    problem = stage_problem(graph, stages, figures, family)
     table, memories = makespans_by_memory(problem, slots)
-    last = len(memories)
-    judged: dict[int, Judged] = {}
+    steps = tuple(steps_at(problem, table, memory) for memory in memories)
+    return _Optima(graph, stages, steps, keep_all_sequence(problem))
 
-    def judge(index: int) -> int:
-        if index not in judged:
-            is_last = index == last
-            sequence = keep_all_sequence(problem) if is_last else sequence_at(problem, table, memories[index])
-            schedule = lower_sequence(graph, stages, sequence)
-            judged[index] = simulate(graph, schedule), schedule
-        return judged[index][0].peak_bytes
+
+@lru_cache(maxsize=4)
+def _stages(graph: Graph) -> tuple[tuple[GraphStage, ...], tuple[StageFigures, ...]]:
+    stages = cut_stages(graph)
+    return stages, tuple(stage_figures(graph, stage) for stage in stages)
+
+
+def _near(optima: _Optima, budget_bytes: int) -> set[int]:
+    """The sequences to choose from: about the fastest that fits where one does, else about the lowest peak."""
+    last = optima.last
+
+    def peak(index: int) -> int:
+        return optima.judge(index)[0]
 
     # What is judged whatever the budget decides whether there is an answer: so the least budget with one is exact.
     spread = np.linspace(0, last, _NUM_SPREAD).round().astype(int).tolist()
-    for index in {*range(min(_NUM_FIRST, last + 1)), *spread}:
-        judge(index)
-    if all(judge(i) > budget_bytes for i in list(judged)):
-        lowest = min(judged, key=judge)
-        for index in range(max(0, lowest - _NUM_BEYOND), min(last, lowest + _NUM_BEYOND) + 1):
-            judge(index)
-    fitting = [i for i in judged if judge(i) <= budget_bytes]
+    near = {*range(min(_NUM_FIRST, last + 1)), *spread}
+    if all(peak(index) > budget_bytes for index in near):
+        lowest = min(sorted(near), key=peak)
+        near.update(range(max(0, lowest - _NUM_BEYOND), min(last, lowest + _NUM_BEYOND) + 1))
+    fitting = [index for index in near if peak(index) <= budget_bytes]
     if fitting:
         # The peak grows with the memory planned for, if not strictly: bisect, then look a little further.
         low = max(fitting)
-        high = min((i for i in judged if i > low), default=last + 1)
+        high = min((index for index in near if index > low), default=last + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if judge(middle) <= budget_bytes else (low, middle)
-        for index in range(low, min(last, low + _NUM_BEYOND) + 1):
-            judge(index)
-    return list(judged.values())
+            near.add(middle)
+            low, high = (middle, high) if peak(middle) <= budget_bytes else (low, middle)
+        near.update(range(low, min(last, low + _NUM_BEYOND) + 1))
+    return near
 
 
 def stage_problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import lru_cache
 
 from ..graph import Graph
 from ..schedule import Schedule
@@ -22,10 +21,7 @@ _RESOLUTION = 3072  # the model of memory is cruder than that: what a schedule n
 _NUM_BUDGETS = {"all": 8, "pruned": 32}
 
 
-@lru_cache(maxsize=8)
-def strategies(
-    graph: Graph, family: Family, objectives: tuple[Objective, ...], *, liveness: bool
-) -> tuple[Schedule, ...]:
+def strategies(graph: Graph, family: Family, objectives: tuple[Objective, ...], *, liveness: bool) -> list[Schedule]:
     """The canonical strategies of the best sequences, each with its last part kept and not.
 
     Args:
@@ -44,7 +40,7 @@ def strategies(
         for keeps_last in (True, False):
             schedule = lower_sequence(graph, storages, part, liveness=liveness, keeps_last=keeps_last)
             schedules.setdefault(schedule)
-    return tuple(schedules)
+    return list(schedules)
 
 
 def _planning_table(problem: LowerSetProblem, family: Family) -> LowerSetTable:
