@@ -15,10 +15,10 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.paper_scale import NETWORKS
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.paper_scale import NETWORKS
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Plan, plan, simulate
 from lightning_remat.lowering import lower_kept
 

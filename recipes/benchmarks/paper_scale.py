@@ -42,9 +42,11 @@ class PaperNetwork:
 
     def measured_graph(self) -> Graph:
         """Its operations: bytes exact, seconds measured on the CPU at the small batch and scaled."""
-        return self.graph().with_seconds_of(
-            self._profile(self.small_batch_size), self.batch_size / self.small_batch_size
-        )
+        return self.with_measured_seconds(self.graph())
+
+    def with_measured_seconds(self, graph: Graph) -> Graph:
+        """Its graph at its batch size with the seconds measured on the CPU at the small batch and scaled."""
+        return graph.with_seconds_of(self._profile(self.small_batch_size), self.batch_size / self.small_batch_size)
 
     def _profile(self, batch_size: int) -> Graph:
         module, batch = self.build(), self.batch(batch_size)
