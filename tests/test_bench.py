@@ -51,6 +51,7 @@ def test_kusumoto2019(tmp_path):
             assert peaks[row["method"], "yes"] <= peaks[row["method"], "no"]
 
 
+@pytest.mark.slow
 def test_chen2016(tmp_path):
     page = run(
         "chen2016", tmp_path, depths=[14, 26], lengths=[2, 3], planners=["chen", "auto"], batch_sizes=[4, 4],
@@ -62,7 +63,8 @@ def test_chen2016(tmp_path):
         assert [int(next(iter(row.values()))) for row in found] == sizes
         for row in found:
             none, inplace, sharing, _, sublinear = (float(row[f"{s} GB"]) for s in chen2016.STRATEGIES)
-            assert sublinear <= sharing < inplace <= none
+            assert sharing < inplace <= none
+            assert name == "figure6" or sublinear < sharing  # three steps are too few to gain by recomputation
     for row in rows(tmp_path, "sublinear"):
         assert float(row["without parameters GB"]) < float(row["peak GB"]) <= float(row["plain GB"])
         if row["planner"] != "chen":
@@ -71,6 +73,7 @@ def test_chen2016(tmp_path):
             assert float(row["recomputation %"]) <= 35
 
 
+@pytest.mark.slow
 def test_feng2018(tmp_path):
     page = run("feng2018", tmp_path, networks=["AlexNet"], scale=0.004)
     assert "| AlexNet | 1024 | 3550 →" in page
@@ -81,6 +84,7 @@ def test_feng2018(tmp_path):
     assert row["vertices"].startswith("12 →")
 
 
+@pytest.mark.slow
 def test_beaumont2024(tmp_path):
     run(
         "beaumont2024", tmp_path, experiments={"ResNet18": {64: 8}}, strategies=["rotor", "auto"], checkmate=[]
