@@ -144,6 +144,7 @@ def test_dropped_batch_norm_and_relu_run_again():
     assert min(runs[2::3][:-1]) == 2
 
 
+@pytest.mark.slow
 def test_a_schedule_of_any_planner_can_be_allocated():
     graph = relu_chain(30)
     schedule = plan_dtr(graph, 1200)

@@ -74,6 +74,7 @@ def test_files_hold_one_concept(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "absent"),
     [

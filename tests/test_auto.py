@@ -56,6 +56,7 @@ def minimum(graph: Graph) -> int:
     return int(caught.value.minimum_bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(node_graphs(most=9))
 def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
@@ -79,6 +80,7 @@ def test_the_floor_is_exact(graph: Graph) -> None:
     assert caught.value.node in {node.name for node in graph.nodes}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(node_graphs(least=3, most=3, views=False))
 def test_the_floor_is_that_of_exhaustive_search(graph: Graph) -> None:

@@ -57,12 +57,14 @@ def test_largest_size_fits_and_the_next_does_not(tmp_path: Path) -> None:
     assert result.plan.num_recomputed > 0
 
 
+@pytest.mark.slow
 def test_prediction_at_a_size_never_profiled_is_exact(tmp_path: Path) -> None:
     result, _, _ = search(tmp_path)
     assert result.batch_size > 16
     assert abs(result.prediction_error or 0) < 0.01
 
 
+@pytest.mark.slow
 def test_most_samples_per_second(tmp_path: Path) -> None:
     result, _, _ = search(tmp_path, objective="throughput")
     rates = {c.batch_size: c.samples_per_second or 0.0 for c in result.trials if c.fits}
@@ -70,6 +72,7 @@ def test_most_samples_per_second(tmp_path: Path) -> None:
     assert len(rates) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "holds"),
     [
@@ -90,6 +93,7 @@ def test_limits(tmp_path: Path, options: dict[str, Any], holds: Any) -> None:
         assert result.recompute_overhead == 0
 
 
+@pytest.mark.slow
 def test_effective_batch_size_sets_accumulation(tmp_path: Path) -> None:
     result, _, trainer = search(tmp_path, effective_batch_size=60)
     assert 60 % result.batch_size == 0
@@ -112,6 +116,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert module.steps == 0
 
 
+@pytest.mark.slow
 def test_size_given_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     module = seeded(Unlimited)
     with pytest.raises(InfeasibleBudgetError, match="at batch size 500"):
@@ -119,6 +124,7 @@ def test_size_given_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert module.batch_size == 8
 
 
+@pytest.mark.slow
 def test_on_infeasible_minimum_plans_the_lowest_peak(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="lowest peak"):
         result, _, _ = search(tmp_path, batch_size=64, on_infeasible="minimum")
@@ -135,6 +141,7 @@ def test_batch_norm_at_one_sample_is_a_lower_limit() -> None:
     assert find_batch_size(net, torch.randn(4, 8), lambda x: net(x).sum(), **arguments).batch_size == 2
 
 
+@pytest.mark.slow
 def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
     """Memory outside the regions that no profile sees is found by executing, and the size goes down."""
 
@@ -190,6 +197,7 @@ def loaders() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the training loader ignores the attribute 'batch_size'")
 @pytest.mark.parametrize("kind", list(loaders()))
 def test_every_loader_gets_the_size(tmp_path: Path, kind: str) -> None:
@@ -209,6 +217,7 @@ def test_ignored_attribute_warns(tmp_path: Path) -> None:
     assert module.sizes == [20, 20]
 
 
+@pytest.mark.slow
 def test_validation_keeps_its_size_unless_included(tmp_path: Path) -> None:
     seen: dict[bool, set[int]] = {}
     for include in (False, True):
@@ -273,6 +282,7 @@ def test_plain_pytorch(tmp_path: Path) -> None:
     assert "forward" not in vars(net)
 
 
+@pytest.mark.slow
 def test_fabric() -> None:
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")

@@ -61,6 +61,7 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
     @given(st.data())
     @settings(common, max_examples=25)
@@ -204,6 +205,7 @@ def test_an_error_in_a_recomputation_leaves_the_next_step_right() -> None:
     assert_equal_traces(traces(plain, [x]), traces(ours, [x]))
 
 
+@pytest.mark.slow
 def test_no_memory_is_held_after_a_step_or_without_its_backward() -> None:
     _, ours, x = rewritten_chain()
     gc.collect()

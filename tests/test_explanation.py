@@ -12,6 +12,7 @@ from lightning_remat.planners.floor import find_floor
 from lightning_remat.planners.time_bound import least_recompute_seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(node_graphs(most=9))
 def test_no_schedule_found_is_below_the_bounds(graph: Graph) -> None:

@@ -25,6 +25,7 @@ def computation_graphs(draw, most=9):
     return costs, sorted(edges)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(computation_graphs())
 def test_optimum_of_equation_1_over_all_stored_subsets(problem):
@@ -35,6 +36,7 @@ def test_optimum_of_equation_1_over_all_stored_subsets(problem):
     assert sorted([*found.stored, *(v for segment in found.segments for v in segment)]) == list(range(len(costs)))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(computation_graphs(), st.floats(0.1, 10))
 def test_costs_need_not_be_whole_numbers(problem, unit):

@@ -53,6 +53,7 @@ def test_trace_computes_the_same_and_every_parameter_learns(name):
 # He et al. 2016 print 1.7 M for ResNet164 (Table 4) and 10.2 M for ResNet1001, which is 10.33 M counted exactly, and
 # torchvision-like counts give 64.7 M for ResNet200; GPT-2 small has 124 439 808 parameters; the LSTM is
 # 4 * 1024 * (50 + 7 * 1024 + 4 * 2) of cells, 50 * 5000 of embedding and 1025 * 5000 of head.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "inputs", "shape", "millions"),
     [
@@ -74,6 +75,7 @@ def test_published_size(make, inputs, shape, millions):
         assert num_parameters(network) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
+@pytest.mark.slow
 def test_depth_counts_the_weighted_layers():
     with torch.device("meta"):
         for depth, network in ((1001, cifar_resnet()), (164, cifar_resnet(164)), (200, imagenet_resnet())):

@@ -106,6 +106,7 @@ def replanned(root: Path, failures: list[int], **options: Any) -> tuple[Any, Rem
     return module, callback
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -119,6 +120,7 @@ def test_replanned_step_gives_the_results_of_one_that_did_not_fail(tmp_path: Pat
     assert all(torch.equal(module.metrics[k], v) for k, v in expected.metrics.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 def test_only_one_step_is_retried(tmp_path: Path) -> None:
@@ -126,6 +128,7 @@ def test_only_one_step_is_retried(tmp_path: Path) -> None:
         replanned(tmp_path, [2, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 def test_self_check_passes_and_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

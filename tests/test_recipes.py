@@ -159,6 +159,7 @@ def test_model_config_builds_the_network_for_its_published_input(name):
     assert config.num_classes in logits.shape[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "reduced").glob("*.yaml")))
 def test_reduced_networks_are_smaller(name):
     if name == "none":
@@ -173,6 +174,7 @@ def test_reduced_networks_are_smaller(name):
     assert sizes[0] < sizes[1] / 5
 
 
+@pytest.mark.slow
 def test_plan_writes_table_curves_timelines_and_plans(tmp_path, capsys):
     config = composed(
         "plan", "model=resnet_digits", "input_shape=[3,32,32]", "num_classes=10", "batch_size=64", "remat=periodic",

@@ -53,6 +53,7 @@ def test_state_holds_plain_values(tmp_path: Path) -> None:
     assert state["batch_size"] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["budget", "model", "resume"])
 def test_what_has_changed_is_planned_anew(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning_remat.callback as callback_module
@@ -73,6 +74,7 @@ def test_what_has_changed_is_planned_anew(tmp_path: Path, change: str, monkeypat
     assert len(searches) == 1
 
 
+@pytest.mark.slow
 def test_plan_path_is_written_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning_remat.callback as callback_module
 

@@ -40,6 +40,7 @@ def test_the_floating_activation_moves_right_before_a_fall():
     assert found[0] == replay(chain, rotor.solve(chain, 17, slots=None, floating=True)).makespan == 34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floating", [False, True])
 @given(chain=chains(), fraction=st.floats(0.3, 1.0))
 @settings(deadline=None, max_examples=40)
