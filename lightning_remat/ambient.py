@@ -1,11 +1,13 @@
-"""What a run depends on besides its inputs: autocast, default device, algorithms, random states, buffers."""
+"""What a run depends on besides its inputs: autocast, default device, algorithms, buffers."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +41,20 @@ class Ambient:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_cache_enabled: bool
     default_device: torch.device
-    algorithms: tuple[bool, bool, bool, bool, bool]
+    default_dtype: torch.dtype
+    algorithms: tuple[Any, ...]
 
     @classmethod
     def current(cls, device_types: Iterable[str]) -> Ambient:
         """The settings in force now, autocast for the given types of device."""
         autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types)
-        cudnn = torch.backends.cudnn
-        algorithms = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            bool(cudnn.enabled),
-            bool(cudnn.benchmark),
-            bool(cudnn.deterministic),
+        return cls(
+            autocast,
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_device(),
+            torch.get_default_dtype(),
+            tuple(read() for read, _ in _ALGORITHMS),
         )
-        return cls(autocast, torch.is_autocast_cache_enabled(), torch.get_default_device(), algorithms)
 
     @contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -66,40 +67,44 @@ class Ambient:
                     stack.enter_context(autocast)
             if now.default_device != self.default_device:
                 stack.enter_context(self.default_device)
+            if now.default_dtype != self.default_dtype:
+                stack.callback(torch.set_default_dtype, now.default_dtype)
+                torch.set_default_dtype(self.default_dtype)
             if now.algorithms != self.algorithms:
                 stack.callback(_set_algorithms, now.algorithms)
                 _set_algorithms(self.algorithms)
             yield
 
 
-def _set_algorithms(algorithms: tuple[bool, bool, bool, bool, bool]) -> None:
-    torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
-    cudnn = torch.backends.cudnn
-    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = algorithms[2:]
+def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
 
 
-class RandomState:
-    """The state of the CPU's generator and of those of some devices, to return to."""
+def _are_deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.cpu = torch.get_rng_state()
-        self.others = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
 
-    def put_back(self) -> None:
-        """Sets the generators to this state."""
-        torch.set_rng_state(self.cpu)
-        for device, state in self.others:
-            torch.get_device_module(device).set_rng_state(state, device)
+def _use_deterministic(flags: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
 
-    @contextmanager
-    def replayed(self) -> Generator[None, None, None]:
-        """Draws from this state inside, and from where the generators stood afterwards."""
-        now = RandomState(d for d, _ in self.others)
-        self.put_back()
-        try:
-            yield
-        finally:
-            now.put_back()
+
+_ALGORITHMS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (_are_deterministic, _use_deterministic),
+    _cudnn("enabled"),
+    _cudnn("benchmark"),
+    _cudnn("deterministic"),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""How each choice between implementations is read and set."""
+
+
+def _set_algorithms(algorithms: tuple[Any, ...]) -> None:
+    for (_, write), value in zip(_ALGORITHMS, algorithms, strict=True):
+        write(value)
 
 
 def buffer_values(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

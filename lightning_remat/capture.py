@@ -22,11 +22,13 @@ from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .contexts import ContextualTracer
 from .errors import TraceError
 from .hooks import has_hooks
 from .python_state import PythonState
 
 logger = logging.getLogger(__name__)
+_set_rng_state = torch.set_rng_state  # while tracing, the one in torch refuses
 
 
 class InPlaceProxy(fx.Proxy):
@@ -60,7 +62,7 @@ class TensorConstant:
         return self.tensor
 
 
-class SymbolicTracer(fx.Tracer):
+class SymbolicTracer(ContextualTracer):
     """Traces one call; tensors of its arguments become placeholders, everything else is a constant.
 
     Modules of torch.nn are leaves, and so are modules with hooks (which then fire as in the plain run),
@@ -195,7 +197,7 @@ def _draws_were_undone(state: Tensor) -> bool:
     with no_dispatch():  # the states are real tensors, under fake tensors too
         moved = not torch.equal(torch.get_rng_state(), state)
         if moved:
-            torch.set_rng_state(state)
+            _set_rng_state(state)
     return moved
 
 

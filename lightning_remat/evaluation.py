@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
-from .hooks import silenced_hooks
+from .contexts import CustomFunction, entered, has_contexts
+from .hooks import has_hooks, silenced_hooks
 from .tracer import Operation
 
 Fetch = Callable[[fx.Node], Any]
@@ -39,7 +40,14 @@ def evaluate(module: nn.Module, operation: Operation, fetch: Fetch, *, is_first:
 
 
 def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> Any:
-    """The value of one fx node, its arguments resolved."""
+    """The value of one fx node, its arguments resolved, in the contexts in which it was recorded."""
+    if has_contexts(n):
+        with entered(n):
+            return _call(module, n, resolve, is_first=is_first)
+    return _call(module, n, resolve, is_first=is_first)
+
+
+def _call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> Any:
     args: Any = _resolved(n.args, resolve)
     kwargs: Any = map_aggregate(n.kwargs, lambda a: resolve(a) if isinstance(a, fx.Node) else a) if n.kwargs else {}
     target: Any = n.target
@@ -55,10 +63,19 @@ def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> An
         return submodule(*args, **kwargs)
 
 
-def opaque_modules(module: nn.Module, operation: Operation) -> list[nn.Module]:
-    """The submodules of users' own classes that the operation runs as a whole: they may change their attributes."""
+def foreign_modules(module: nn.Module, operation: Operation) -> list[nn.Module]:
+    """The submodules that the operation runs as a whole and in which users' code runs: it may change anything."""
     called = [module.get_submodule(str(p.target)) for p in operation.parts if p.op == "call_module"]
-    return [m for m in called if not type(m).__module__.startswith("torch.nn.")]
+    return [m for m in called if any(_is_users(inner) for inner in m.modules())]
+
+
+def _is_users(module: nn.Module) -> bool:
+    return has_hooks(module) or not type(module).__module__.startswith("torch.nn.")
+
+
+def is_foreign(operation: Operation) -> bool:
+    """Whether the operation runs a custom `torch.autograd.Function`."""
+    return any(isinstance(part.target, CustomFunction) for part in operation.parts)
 
 
 def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map_only
 
-from .ambient import Ambient, RandomState, buffer_values, recomputing, scratch_buffers
-from .evaluation import call, detached, evaluate, opaque_modules
+from .ambient import Ambient, recomputing
+from .conditions import Conditions, modified
+from .evaluation import call, detached, evaluate
 from .program import Program
-from .python_state import PythonState
+from .random_state import generators_in_use
 from .saved_tensors import (
     ExternalRef,
     Leaf,
@@ -81,9 +81,8 @@ class Step:
         self.sources: list[list[Source]] = [[] for _ in range(count)]  # of the tensors that autograd saved
         self.read: set[tuple[int, int]] = set()  # saved tensors (operation, number) that this backward has read
         self.released: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}  # storages let go of since
-        self.random_states: dict[int, RandomState] = {}
-        self.attributes: dict[int, list[tuple[nn.Module, PythonState]]] = {}  # of opaque modules, before their run
-        self.buffers: dict[int, dict[str, Tensor]] = {}
+        self.conditions: list[Conditions | None] = [None] * count
+        self.running: tuple[int, list[Tensor]] | None = None  # the first run in progress and what it has saved
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
         self.output_versions: dict[int, list[int]] = {}
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
@@ -119,20 +118,21 @@ class Step:
 
     def _run_first(self, n: int, returned: dict[fx.Node, Any]) -> None:
         operation = self.operations[n]
-        if operation.is_random and not self.is_fake:
-            self.random_states[n] = RandomState(self.devices)
-        if operation.mutates and self._reads_what_it_writes(n):
-            self.buffers[n] = buffer_values(self.module, operation.mutates)
-        if opaque := opaque_modules(self.module, operation):
-            self.attributes[n] = [(m, PythonState(m)) for m in opaque]
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Slot:
             saved.append(tensor)
             return Slot(self, n, len(saved) - 1)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
+        with generators_in_use if operation.is_random else nullcontext():
+            conditions = self.conditions[n] = Conditions(
+                self.module, operation, self.devices, self.program.written, is_fake=self.is_fake
+            )
+            self.running = n, saved
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
+            self.running = None
+            conditions.end()
         if self.program.revived:
             values = self._apart_from_inputs(operation, values)
         self.outputs[n] = values
@@ -159,11 +159,6 @@ class Step:
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(partial(_arrive_before, self, n))
-
-    def _reads_what_it_writes(self, n: int) -> bool:
-        """Whether its result may depend on buffers that it changes; batch norm in training only writes them."""
-        owners = [self.module.get_submodule(name.rpartition(".")[0]) for name in self.operations[n].mutates]
-        return not all(isinstance(m, _NormBase) for m in owners)
 
     def _note_constants(self, n: int) -> None:
         for constant in self.program.constants_after.get(n, ()):
@@ -205,12 +200,14 @@ class Step:
 
     def unpack(self, n: int, number: int) -> Tensor:
         """Saved tensor `number` of operation `n`, for which its backward asks."""
+        if self.running is not None:
+            return self._saved_meanwhile(n, number)
         with self.lock:
             self.arrive(n)
             source = self.sources[n][number]
             if isinstance(source, ExternalRef):
                 if source.tensor._version != source.version:
-                    raise _modified(f"a tensor of shape {tuple(source.tensor.shape)}", source.version, source.tensor)
+                    raise modified(f"a tensor of shape {tuple(source.tensor.shape)}", source.version, source.tensor)
                 return source.tensor
             if isinstance(source, OutputRef) and (reference := self.released.get((n, number))) is not None:
                 storage = reference()
@@ -220,6 +217,17 @@ class Step:
             tensor = self._read(n, source)
             self._release(n, number, source, tensor)
             return tensor
+
+    def _saved_meanwhile(self, n: int, number: int) -> Tensor:
+        """A saved tensor for which code asks that differentiates within its forward."""
+        assert self.running is not None
+        running, saved = self.running
+        if n == running:
+            return saved[number]
+        raise RuntimeError(
+            f"{self.operations[running].name} differentiates through {self.operations[n].name} within the forward, "
+            "where nothing can be recomputed. Remedy: leave it out of the rewritten modules"
+        )
 
     def _read(self, n: int, source: OutputRef | TapeRef) -> Tensor:
         if isinstance(source, TapeRef):
@@ -294,22 +302,21 @@ class Step:
         """Recomputes an operation from detached inputs; its saved tensors are caught slot by slot."""
         operation = self.operations[n]
         saved: list[Tensor] = []
-        with torch.enable_grad(), recomputing(), self.ambient.restored(), ExitStack() as stack:
-            for module, attributes in self.attributes.get(n, ()):
-                stack.enter_context(attributes.replayed(module))
-            random_state = self.random_states.get(n)
-            inputs: dict[fx.Node, Any] = {}
+        conditions = self.conditions[n]
+        assert conditions is not None
+        inputs: dict[fx.Node, Any] = {}
 
-            def fetch(node: fx.Node) -> Any:
-                if node not in inputs:
-                    inputs[node] = self._fetch_detached(node)
-                return inputs[node]
+        def fetch(node: fx.Node) -> Any:
+            if node not in inputs:
+                inputs[node] = self._fetch_detached(node)
+            return inputs[node]
 
-            with (
-                scratch_buffers(self.module, operation.mutates, self.buffers.get(n, {})),
-                random_state.replayed() if random_state else _nothing_to_replay,
-                caught_tensors(saved.append),
-            ):
+        with torch.enable_grad(), recomputing(), self.ambient.restored():
+            for part in operation.parts:  # may recompute in its turn, under other conditions
+                for i in part.all_input_nodes:
+                    if i.op != "get_attr" and i not in operation.parts:
+                        fetch(i)
+            with conditions.restored(self.module), caught_tensors(saved):
                 values = evaluate(self.module, operation, fetch, is_first=False)
         if len(saved) != len(self.sources[n]):
             raise RuntimeError(
@@ -330,7 +337,7 @@ class Step:
             value = self.values[node]
             if isinstance(value, Tensor):
                 if value._version != self.versions.get(node, value._version):
-                    raise _modified(f"input {node.name}", self.versions[node], value)
+                    raise modified(f"input {node.name}", self.versions[node], value)
                 return value.detach().requires_grad_(value.requires_grad)
             return value
         if self.outputs[producer] is None:
@@ -347,7 +354,7 @@ class Step:
     def _check_version(self, n: int, leaf: int, tensor: Tensor) -> None:
         versions = self.output_versions.get(n)
         if versions and versions[leaf] != tensor._version:
-            raise _modified(f"the output of {self.operations[n].name}", versions[leaf], tensor)
+            raise modified(f"the output of {self.operations[n].name}", versions[leaf], tensor)
 
     def _forget(self) -> None:
         count = len(self.operations)
@@ -358,25 +365,9 @@ class Step:
         self.dormant.clear()
 
 
-class _NothingToReplay:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-_nothing_to_replay = _NothingToReplay()
-
-
 def _arrive_before(step: Step, n: int, _gradients: Any) -> None:
     step.arrive(n)
 
 
 def _unpack(slot: Slot) -> Tensor:
     return slot.step.unpack(slot.operation, slot.number)
-
-
-def _modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
-        f"version {tensor._version}, expected version {version}. Remedy: use the out-of-place operation"
-    )

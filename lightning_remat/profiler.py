@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from .ambient import RandomState
 from .cost_model import CostCounter
 from .evaluation import attribute, call, detached, evaluate
 from .gradient_probe import GradientProbe, SavedStore
 from .graph import Graph, Node
 from .meter import measure_growth, tensor_storage
 from .python_state import PythonState
+from .random_state import RandomState
 from .recording import buffers_apart
 from .saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from .stopwatch import Stopwatch

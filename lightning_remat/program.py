@@ -26,6 +26,7 @@ class Program:
         released: For each operation, what is discarded right after its backward: (`"D"` or `"T"`, operation).
         revived: The operations that run again before the first backward.
         constants_after: For each operation, the constants (shapes) that become known with it; -1: with the inputs.
+        written: Names of the buffers that operations write.
     """
 
     traced: TracedModule
@@ -37,6 +38,7 @@ class Program:
     released: tuple[frozenset[tuple[str, int]], ...]
     revived: frozenset[int]
     constants_after: dict[int, tuple[fx.Node, ...]]
+    written: frozenset[str]
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self  # immutable, and bound to no module
@@ -105,6 +107,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule) -> Program:
         tuple(released),
         frozenset(revived),
         _constants_after(traced, first_runs),
+        frozenset(name for operation in traced.operations for name in operation.mutates),
     )
 
 

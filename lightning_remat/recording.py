@@ -13,8 +13,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage,reportUnknownVariableType]
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .contexts import entered
+from .errors import TraceError
 from .hooks import silenced_hooks
 from .meter import tensor_storage
 from .python_state import PythonState
@@ -76,7 +78,15 @@ def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[f
         logger.info("%s needs real values to be captured: %s", type(module).__name__, error)
         devices = list({t.device for t in tensors if t.device.type == "cuda"})
         with torch.random.fork_rng(devices), buffers_apart(module):  # pyright: ignore[reportUnknownMemberType]
-            return _Recorder(module, graph).record([t.detach() for t in tensors])
+            try:
+                return _Recorder(module, graph).record([t.detach() for t in tensors])
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise TraceError(
+                    f"{type(module).__name__} runs as a whole, but not operation by operation: {error}. Remedy: leave "
+                    "out the submodule that differentiates through others or depends on them otherwise (modules=...)"
+                ) from error
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -139,8 +149,9 @@ class _Recorder(fx.Interpreter):
         return self.records
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        with silenced_hooks(self.root.get_submodule(target)):
-            return super().call_module(target, args, kwargs)
+        # With gradients, as in a step: users' code may ask for them, or differentiate within its forward.
+        with silenced_hooks(self.root.get_submodule(target)), torch.enable_grad():
+            return tree_map_only(Tensor, Tensor.detach, super().call_module(target, args, kwargs))
 
     def fetch_attr(self, target: str) -> Any:
         value: Any = self.root
@@ -154,7 +165,7 @@ class _Recorder(fx.Interpreter):
         owned = self._buffers_of(n, inputs)
         buffers_before = [(name, b, b._version, _values(b)) for name, b in owned]
         watch = WriteWatch()
-        with watch if n.op.startswith("call") else nullcontext():
+        with entered(n), watch if n.op.startswith("call") else nullcontext():
             value = super().run_node(n)
         entry = self.records[n] = Record(is_random=watch.is_random)
         entry.buffers = tuple(

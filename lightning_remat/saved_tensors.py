@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -160,11 +160,12 @@ def tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Geome
 
 
 @contextmanager
-def caught_tensors(catch: Callable[[Tensor], Any]) -> Generator[None, None, None]:
-    """Passes every tensor that autograd saves to `catch`; backward through what ran inside is not possible."""
-    with torch.autograd.graph.saved_tensors_hooks(catch, _unpack_nothing):
+def caught_tensors(caught: list[Tensor]) -> Generator[None, None, None]:
+    """Puts every tensor that autograd saves inside into the list, from where backwards inside read them."""
+
+    def pack(tensor: Tensor) -> int:
+        caught.append(tensor)
+        return len(caught) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, caught.__getitem__):
         yield
-
-
-def _unpack_nothing(packed: Any) -> Tensor:
-    raise RuntimeError("a recomputation's own autograd graph was used, which only its values are made for")

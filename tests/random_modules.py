@@ -91,7 +91,7 @@ class RandomModule(nn.Module):
             b = values[step.second % len(values)]
             values.append(self._run(step.kind, part, a, b))
         if self.returns_sum:
-            return values[-1].sum() + values[len(values) // 2].sum()
+            return values[-1].square().sum() + values[len(values) // 2].square().sum()
         return values[-1], values[len(values) // 2]
 
     def _run(self, kind: str, part: nn.Module, a: Tensor, b: Tensor) -> Tensor:

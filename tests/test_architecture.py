@@ -14,9 +14,9 @@ PURE_HALF = {
     "schedule", "simulator", "stage_lowering", "stages", "step_memory", "step_planner",
 }  # fmt: skip
 TORCH_HALF = {
-    "ambient", "capture", "cost_model", "device_memory", "evaluation", "executor", "footprint", "fusion",
-    "gradient_probe", "hooks", "meter", "preserve", "profiler", "program", "python_state", "recording", "regions",
-    "rewriter", "saved_tensors", "stopwatch", "tracer",
+    "ambient", "capture", "conditions", "contexts", "cost_model", "device_memory", "evaluation", "executor",
+    "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program", "python_state",
+    "random_state", "recording", "regions", "rewriter", "saved_tensors", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

@@ -1,0 +1,57 @@
+"""Rewrites modules by schedules that a test chooses, and compares their steps with the plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from training_steps import assert_equal_traces, loss_of, traces
+
+from lightning_remat import Plan, profile, simulate, trace
+from lightning_remat.lowering import lower_kept
+from lightning_remat.program import compile_schedule
+from lightning_remat.rewriter import forced
+from lightning_remat.schedule import Schedule
+from lightning_remat.tracer import TracedModule
+
+
+def rewrite(module: nn.Module, schedule: Schedule | Iterable[int], *args: Any, **kwargs: Any) -> TracedModule:
+    """Installs a schedule, or the one that keeps the given operations, whether or not it recomputes."""
+    traced = trace(module, *args, **kwargs)
+    graph = profile(traced, *args, repeats=1, **kwargs)
+    chosen = schedule if isinstance(schedule, Schedule) else lower_kept(graph, set(schedule))
+    simulation = simulate(graph, chosen)
+    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
+    plan = Plan("test", simulation.peak_bytes, chosen, simulation, graph, plain)
+    forced(module, compile_schedule(traced, chosen), plan)
+    return traced
+
+
+def recomputing_copy(module: nn.Module, *args: Any, kept: Iterable[int] = (), **kwargs: Any) -> nn.Module:
+    """A copy that recomputes all but the given operations."""
+    ours = copy.deepcopy(module)
+    rewrite(ours, kept, *args, **kwargs)
+    return ours
+
+
+def step_on_all_outputs(module: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    """One forward and backward on a tuple of arguments."""
+    loss = loss_of(module(*args))
+    loss.backward()
+    return loss
+
+
+def assert_equal_steps(
+    module: nn.Module,
+    *args: Any,
+    kept: Iterable[Iterable[int]] = ((), (1,)),
+    step: Callable[[nn.Module, Any], Tensor] = step_on_all_outputs,
+) -> None:
+    """Three training steps are bitwise equal to the plain ones, for each set of kept operations."""
+    copies = [recomputing_copy(module, *args, kept=k) for k in kept]
+    plain = traces(copy.deepcopy(module), [args] * 3, step=step)
+    assert any("grad" in name for name in plain)
+    for ours in copies:
+        assert_equal_traces(plain, traces(ours, [args] * 3, step=step))

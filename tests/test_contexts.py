@@ -1,0 +1,270 @@
+"""What surrounds a call in a forward, and functions with a backward of their own: nothing may be lost by a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rewriting import assert_equal_steps, recomputing_copy, rewrite
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_remat import TraceError, trace
+
+X = torch.randn(5, 6)
+
+
+class Between(nn.Module):
+    """Layers around what a test does in a forward."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.does = nn.Linear(6, 6), nn.Linear(6, 6), does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.does(self.first(x).sigmoid())).sigmoid()
+
+
+class Inside(nn.Module):
+    """The same in a submodule, which may become one opaque operation."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(x)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+straight_through = StraightThrough.apply  # bound before any trace, as libraries do
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class WithAttributes(torch.autograd.Function):
+    """Holds tensors without telling autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.x, ctx.result, ctx.factor = x, x.sin() * factor, factor
+        return ctx.result, x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, other: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.x.cos() * ctx.factor + 0 * ctx.result + other, None
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return gradient * y * 2, gradient * x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def with_attributes(x: Tensor) -> Tensor:
+    a, b = WithAttributes.apply(x, 1.5)
+    return a + b
+
+
+FUNCTIONS = {
+    "without-saved": StraightThrough.apply,
+    "bound-at-import": straight_through,
+    "saved-and-once-differentiable": Exponential.apply,
+    "attributes": with_attributes,
+    "setup-context": lambda x: WithSetup.apply(x, x.cos()),
+    "mark-dirty": lambda x: Doubled.apply(x * 1.5),
+    "under-no-grad": lambda x: x + no_grad(StraightThrough.apply)(x),
+}
+
+
+def no_grad(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return torch.no_grad()(function)
+
+
+@pytest.mark.parametrize("kind", [Between, lambda does: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Inside(does))])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_custom_functions_keep_their_backward(name: str, kind: Callable[[Any], nn.Module]) -> None:
+    module = kind(FUNCTIONS[name])
+    assert_equal_steps(module, X, kept=[(), (1,), (2,)])
+
+
+def test_a_custom_function_is_one_operation() -> None:
+    traced = trace(Between(StraightThrough.apply), X)
+    assert [o.kind for o in traced.operations] == ["linear", "sigmoid", "StraightThrough", "linear", "sigmoid"]
+
+
+def test_tracing_leaves_functions_and_torch_as_they_were() -> None:
+    before = (StraightThrough.forward, WithSetup.setup_context, torch.autocast.__enter__, torch.set_rng_state)
+    trace(Between(StraightThrough.apply), X)
+    with pytest.raises(TraceError):
+        trace(Between(forked), X)
+    assert (StraightThrough.forward, WithSetup.setup_context, torch.autocast.__enter__, torch.set_rng_state) == before
+    assert torch.is_grad_enabled()
+
+
+def centred(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean = x.mean()
+        with torch.enable_grad():
+            scale = x.std()
+    return (x - mean) / scale
+
+
+def in_bfloat16(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ x.t()
+        with torch.autocast("cpu", enabled=False):
+            z = x.t() @ x
+    return y.float() @ x @ z
+
+
+@torch.autocast("cpu", enabled=False)
+def in_full_precision(x: Tensor) -> Tensor:
+    return F.linear(x.float(), x.float()) @ x.float()
+
+
+def recomputed(reentrant: bool) -> Callable[[Tensor], Tensor]:
+    def does(x: Tensor) -> Tensor:
+        return checkpoint(centred, x, use_reentrant=reentrant)
+
+    return does
+
+
+@pytest.mark.parametrize(
+    "does",
+    [centred, in_bfloat16, in_full_precision, recomputed(True), recomputed(False)],
+    ids=["no-grad", "autocast", "full-precision", "checkpoint-reentrant", "checkpoint"],
+)
+@pytest.mark.parametrize("outer", [False, True])
+def test_contexts_within_a_forward_hold(does: Callable[[Tensor], Tensor], outer: bool) -> None:
+    def step(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outer):
+            loss = module(*args).float().square().sum()
+        loss.backward()
+        return loss
+
+    assert_equal_steps(Between(does), X, step=step, kept=[(), (1,), (3,)])
+
+
+def forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        noisy = F.dropout(x, 0.5)
+    return noisy * torch.rand_like(noisy)
+
+
+def in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        factor = x.mean().item()
+    return x * factor
+
+
+def by_other_algorithms(x: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def with_packed_tensors(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+        return x.exp().sin()
+
+
+def with_forces(x: Tensor) -> Tensor:
+    positions = x.detach().requires_grad_()
+    energy = (positions**3).sum()
+    (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+    return x * forces
+
+
+STOPS = {
+    forked: "sets the state of the random generator",
+    by_other_algorithms: "changes the algorithms",
+    with_packed_tensors: "changes the saved-tensor hooks",
+    with_forces: "differentiates within its forward",
+}
+
+
+@pytest.mark.parametrize("does", STOPS)
+def test_what_a_trace_cannot_carry_is_refused_in_the_forward_itself(does: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(TraceError, match=STOPS[does]):
+        trace(Between(does), X)
+
+
+@pytest.mark.parametrize("does", [*STOPS, in_inference_mode])
+def test_and_is_one_operation_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), Inside(does), nn.Linear(6, 6), nn.Sigmoid())
+    assert len(trace(module, X).operations) == 5
+    assert_equal_steps(module, X)
+
+
+class ThroughTheModel(nn.Module):
+    """Differentiates through what ran before it."""
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(x.sum(), inputs, create_graph=True)
+        return x + gradient.sum()
+
+
+def test_differentiating_through_other_operations_is_refused() -> None:
+    class Outer(Between):
+        def __init__(self) -> None:
+            super().__init__(lambda x: x)
+            self.through = ThroughTheModel()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.through(super().forward(x), x)
+
+    x = X.clone().requires_grad_()
+    with pytest.raises((RuntimeError, TraceError), match="differentiate"):
+        recomputing_copy(Outer(), x)(x)
+
+
+def test_tracing_under_no_grad_is_tracing_with_gradients() -> None:
+    with torch.no_grad():
+        module = Between(centred)
+        rewrite(module, (), X)
+    module(X).sum().backward()
+    assert module.first.weight.grad is not None
