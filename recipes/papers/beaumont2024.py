@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import ceil, sqrt
 from pathlib import Path
 from statistics import mean
@@ -26,7 +26,7 @@ from lightning_remat import Graph, InfeasibleBudgetError, Plan, Schedule, plan
 from lightning_remat.lowering import lower_kept
 from lightning_remat.stages import cut_stages
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
-from papers.fake_network import HOW_SECONDS, lowest, replayed
+from papers.fake_network import HOW_SECONDS, lowest, planned, replayed
 from papers.published import figures
 from papers.sheets import Sheet, publish
 
@@ -44,13 +44,12 @@ STYLES = {
 # Network -> image size -> batch size: those of Figures 6 and 7 and a selection of Figures 9 to 15.
 EXPERIMENTS: dict[str, dict[int, int]] = {
     "ResNet18": {224: 64, 500: 16, 1000: 4},
-    "ResNet50": {224: 32, 500: 8, 1000: 2},
-    "ResNet101": {224: 16, 1000: 8},
-    "ResNet152": {224: 16, 500: 4},
+    "ResNet50": {500: 8},
+    "ResNet101": {1000: 8},
+    "ResNet152": {224: 16},
     "ResNet200": {224: 16},
     "ResNet1001": {224: 8},
-    "DenseNet121": {224: 32, 500: 8, 1000: 2},
-    "DenseNet201": {224: 16},
+    "DenseNet121": {224: 32, 500: 8},
     "Inception v3": {224: 32, 500: 8, 1000: 2},
 }
 BUILDERS = {"ResNet200": imagenet_resnet, "ResNet1001": cifar_resnet}
@@ -74,13 +73,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One network at one size: its graph and every point of its plot."""
+    """One network at one size: every point of its plot.
+
+    Attributes:
+        gains: Planner -> its throughput over the fastest sequential's at no more than its memory, in percent: the
+            paper's measure. None where it finds nothing there.
+    """
 
     network: str
     size: int
     batch_size: int
-    graph: Graph
     points: tuple[Point, ...]
+    gains: Mapping[str, float | None]
 
     @property
     def title(self) -> str:
@@ -90,17 +94,9 @@ class Experiment:
         """The points of one strategy by rising peak."""
         return sorted((p for p in self.points if p.strategy == strategy), key=lambda p: p.made.peak_bytes)
 
-    def gain(self, planner: str) -> float | None:
-        """Throughput over the fastest sequential's at no more than its memory, in percent; the paper's measure.
-
-        None where the planner finds nothing there.
-        """
-        fastest = max(self.of("sequential"), key=lambda point: point.images_per_second)
-        try:
-            made = plan(self.graph, fastest.made.peak_bytes, planner)
-        except InfeasibleBudgetError:
-            return None
-        return 100 * (fastest.made.simulation.seconds / made.simulation.seconds - 1)
+    @property
+    def fastest_sequential(self) -> Point:
+        return max(self.of("sequential"), key=lambda point: point.images_per_second)
 
 
 def main(
@@ -110,6 +106,7 @@ def main(
     checkmate: Sequence[str] = ("ResNet18",),
     *,
     measured: bool = False,
+    effort: float = 0.25,
 ) -> None:
     """Writes tables and plots into `folder`.
 
@@ -119,29 +116,36 @@ def main(
         strategies: Planners besides plain and sequential.
         checkmate: The networks on which Checkmate's relaxation is solved too, at the smallest size.
         measured: Whether node seconds are measured on the CPU; otherwise they are estimated from operation counts.
+        effort: Of `auto`, as a multiple of its usual search.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     done: list[Experiment] = []
+    pictures: list[str] = []
+    sheets: list[Sheet] = []
     for network, sizes in (experiments or EXPERIMENTS).items():
         for size, batch_size in sizes.items():
             extra = ("checkmate",) if network in checkmate and size == min(sizes) else ()
-            done.append(run(network, int(size), batch_size, (*extra, *strategies), measured))
-    pictures = [
-        draw([e for e in done if e.network == network], folder) for network in dict.fromkeys(e.network for e in done)
-    ]
-    publish(
-        folder,
-        "Beaumont et al. 2024, section 5.5",
+            done.append(run(network, int(size), batch_size, (*extra, *strategies), measured, effort))
+        pictures.append(draw([e for e in done if e.network == network], folder))
+        sheets = [summary(done), side_by_side(done), points(done)]
+        publish(folder, "Beaumont et al. 2024, section 5.5", introduction(measured, effort), sheets, pictures)
+    for sheet in sheets[:2]:
+        sheet.show()
+
+
+def introduction(measured: bool, effort: float) -> str:
+    """How the figures came about."""
+    return (
         "`python recipes/bench.py paper=beaumont2024`. Throughput is the batch over the simulator's seconds of a "
-        f"step, {HOW_SECONDS[measured]}; memory is the "
-        "simulator's peak on profiles of fake tensors, parameters and their gradients included. Made with",
-        [summary(done), side_by_side(done), points(done)],
-        pictures,
+        f"step, {HOW_SECONDS[measured]}; memory is the simulator's peak on profiles of fake tensors, parameters and "
+        f"their gradients included; `auto` searches with effort {effort:g}. Made with"
     )
 
 
-def run(network: str, size: int, batch_size: int, strategies: Sequence[str], measured: bool) -> Experiment:
+def run(
+    network: str, size: int, batch_size: int, strategies: Sequence[str], measured: bool, effort: float
+) -> Experiment:
     """All points of one plot."""
     paper_network = network_of(network, size, batch_size)
     graph = paper_network.measured_graph() if measured else paper_network.graph()
@@ -149,11 +153,22 @@ def run(network: str, size: int, batch_size: int, strategies: Sequence[str], mea
     found: list[tuple[str, Plan]] = [("plain", plain)]
     found += [("sequential", replayed(graph, schedule)) for schedule in sequential(graph)]
     for strategy in strategies:
-        found += [(strategy, made) for made in curve(graph, strategy, plain.peak_bytes)]
+        found += [(strategy, made) for made in curve(graph, strategy, plain.peak_bytes, effort)]
     points = tuple(Point(strategy, made, batch_size / made.simulation.seconds) for strategy, made in found)
-    done = Experiment(network, size, batch_size, graph, points)
+    fastest = min((made for name, made in found if name == "sequential"), key=lambda made: made.simulation.seconds)
+    gains = {name: gain(fastest, name, effort) for name in strategies if name in ("rotor", "auto")}
+    done = Experiment(network, size, batch_size, points, gains)
     print(done.title, f"plain {plain.peak_bytes / GIB:.2f} GiB, {len(points)} points", flush=True)
     return done
+
+
+def gain(fastest: Plan, planner: str, effort: float) -> float | None:
+    """By how many percent the planner is faster than that plan in its memory; None where it finds nothing there."""
+    try:
+        made = planned(fastest.graph, fastest.peak_bytes, planner, effort)
+    except InfeasibleBudgetError:
+        return None
+    return 100 * (fastest.simulation.seconds / made.simulation.seconds - 1)
 
 
 def network_of(name: str, size: int, batch_size: int) -> PaperNetwork:
@@ -173,13 +188,13 @@ def sequential(graph: Graph) -> Iterator[Schedule]:
         yield lower_kept(graph, kept | set(range(stages[first[-1]].start, len(graph.nodes))))
 
 
-def curve(graph: Graph, planner: str, plain_bytes: int) -> Iterator[Plan]:
+def curve(graph: Graph, planner: str, plain_bytes: int, effort: float) -> Iterator[Plan]:
     """The planner at equally spaced limits up to the plain peak, and at its lowest peak."""
     for k in range(LIMITS, 0, -1):
         try:
-            yield plan(graph, plain_bytes * k // LIMITS, planner)
+            yield planned(graph, plain_bytes * k // LIMITS, planner, effort)
         except InfeasibleBudgetError:
-            yield lowest(graph, planner)
+            yield lowest(graph, planner, effort)
             return
 
 
@@ -193,13 +208,12 @@ def summary(done: Sequence[Experiment]) -> Sheet:
     sheet = Sheet("summary", "Throughput gained over sequential in the same memory", columns)
     gains: dict[str, list[float]] = {name: [] for name in planners}
     for e in done:
-        fastest = max(e.of("sequential"), key=lambda point: point.images_per_second)
         row: list[object] = [e.network, e.size, e.batch_size, e.of("plain")[0].made.peak_bytes / GIB]
-        row.append(fastest.made.peak_bytes / GIB)
+        row.append(e.fastest_sequential.made.peak_bytes / GIB)
         for name in planners:
-            gain = e.gain(name)
-            row.append(gain)
-            gains[name] += [] if gain is None else [gain]
+            found = e.gains.get(name)
+            row.append(found)
+            gains[name] += [] if found is None else [found]
         for name in shown[1:]:
             at = e.of(name)
             row.append(at[0].made.peak_bytes / GIB if at else None)
@@ -219,52 +233,43 @@ def side_by_side(done: Sequence[Experiment]) -> Sheet:
         "Throughputs are the paper's V100's and our estimate: compare their ratios. The paper's sequential and rotor "
         "at batch 8 are what fits its 15.75 GiB."
     )
-    graphs: dict[tuple[str, str], Plan] = {}
     for place in ("Figure 6", "Figure 7"):
         for f in figures(PAPER, place):
             size = int(f.input.split("x")[-1])
-            e = next((e for e in done if (e.network, e.size) == (f.network, size)), None)
-            if e is None:
-                continue
-            key = f.network, f.batch_size
-            if key not in graphs:
-                graphs[key] = plan(network_of(f.network, size, int(f.batch_size)).graph(), 1 << 62, "keep_all")
-            sheet.rows.append(
-                [
-                    place,
-                    f.network,
-                    f.batch_size,
-                    f.method,
-                    f.quantity,
-                    str(f),
-                    ours(e, f.method, f.quantity, graphs[key]),
-                ]
-            )
+            for e in done:
+                if (e.network, e.size) == (f.network, size):
+                    about = [place, f.network, f.batch_size, f.method, f.quantity]
+                    sheet.rows.append([*about, str(f), ours(e, f.method, f.quantity, int(f.batch_size))])
     return sheet
 
 
 CARD_BYTES = int(15.75 * GIB)
 
 
-def ours(e: Experiment, method: str, quantity: str, plain: Plan) -> str:
+def ours(e: Experiment, method: str, quantity: str, batch_size: int) -> str:
     """Our figure for a printed one: the plain step at its batch size, or the fastest that fits the paper's card."""
     if method == "PyTorch":
-        made, batch_size = plain, int(plain.graph.input_bytes / (3 * 4 * e.size**2))
+        made = plain_step(e.network, e.size, batch_size)
     else:
-        fitting = [p for p in e.of(method.split(",")[0]) if p.made.peak_bytes <= CARD_BYTES]
+        fitting = [p.made for p in e.of(method.split(",")[0]) if p.made.peak_bytes <= CARD_BYTES]
         if not fitting:
             return "does not fit the card"
-        best = max(fitting, key=lambda p: p.images_per_second)
-        made, batch_size = best.made, e.batch_size
+        made, batch_size = min(fitting, key=lambda plan: plan.simulation.seconds), e.batch_size
     if quantity == "memory":
         return f"{made.peak_bytes / GIB:.2f} GiB"
     return f"{batch_size / made.simulation.seconds:.2f} images/s"
 
 
+@cache
+def plain_step(network: str, size: int, batch_size: int) -> Plan:
+    """The step without recomputation."""
+    return plan(network_of(network, size, batch_size).graph(), 1 << 62, "keep_all")
+
+
 def points(done: Sequence[Experiment]) -> Sheet:
     """Every point of every plot."""
     columns = ["network", "image", "batch", "strategy", "limit GiB", "peak GiB", "images/s", "recomputation %"]
-    sheet = Sheet("points", "All points", columns)
+    sheet = Sheet("points", "All points", columns, is_on_page=False)
     for e in done:
         for p in e.points:
             limit = None if p.strategy in ("plain", "sequential") else p.made.budget_bytes / GIB

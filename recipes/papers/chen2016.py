@@ -9,7 +9,7 @@ its section 5.3 in elementary operations, unrolled over growing lengths at batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import log
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, simulate
 from lightning_remat.allocation import Strategy, allocate
 from networks.lstm import LSTM
 from networks.resnet_preact import imagenet_resnet
-from papers.fake_network import FakeNetwork, lowest, without_parameters
+from papers.fake_network import FakeNetwork, lowest, planned, without_parameters
 from papers.published import printed
 from papers.sheets import Sheet, publish
 
@@ -37,7 +37,7 @@ GB = 1e9
 
 def main(
     folder: str | Path,
-    depths: Sequence[int] = (50, 101, 200, 401, 701, 1001),
+    depths: Sequence[int] = (50, 101, 200, 401, 1001),
     lengths: Sequence[int] = (8, 16, 32, 64),
     planners: Sequence[str] = PLANNERS,
     *,
@@ -45,6 +45,7 @@ def main(
     image_size: int = 224,
     hidden_size: int = 1024,
     metered: bool = True,
+    effort: float = 0.5,
 ) -> None:
     """Writes tables and plots into `folder`.
 
@@ -57,6 +58,7 @@ def main(
         image_size: Height and width.
         hidden_size: Of the LSTM's layers.
         metered: Whether `auto`'s steps run on fake tensors, under the meter.
+        effort: Of `auto`, as a multiple of its usual search.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,29 +68,42 @@ def main(
         "Sublinear in depth: lowest peaks",
         ["layers", "planner", "plain GB", "peak GB", "metered GB", "without parameters GB", "recomputation %"],
     )
+    lstms = Curve("LSTM", "steps")
+
+    def write() -> None:
+        growth.note = exponents(growth)
+        curves = {"figure5": resnets, "figure6": lstms}
+        measured = {name: curve for name, curve in curves.items() if curve.sizes}
+        for name, curve in measured.items():
+            curve.draw(folder / f"{name}.png", name)
+        draw_seconds(list(measured.values()), folder / "figure7.png")
+        sheets = [*(curve.sheet(name) for name, curve in measured.items()), growth]
+        pictures = [f"{name}.png" for name in (*measured, "figure7")]
+        publish(folder, "Chen et al. 2016, Figures 5 to 7", introduction(effort), sheets, pictures)
+
     for depth in depths:
         network = PaperNetwork(partial(imagenet_resnet, blocks_of(depth)), images(image_size), batch_sizes[0], 1)
         fake = FakeNetwork(network)
-        resnets.measure(depth, fake)
+        resnets.measure(depth, fake.graph, effort)
         for planner in planners:
-            grow(growth, depth, fake, planner, metered)
-    lstms = Curve("LSTM", "steps")
+            growth.rows += growth_rows(depth, fake, planner, metered, effort)
+        write()
     for length in lengths:
         build = partial(LSTM, hidden_size=hidden_size, num_steps=length, cell="elementary")
-        lstms.measure(length, FakeNetwork(PaperNetwork(build, tokens(length, 5000), batch_sizes[1], 1)))
-    growth.note = exponents(growth)
-    resnets.draw(folder / "figure5.png", "Chen et al. 2016, Figure 5: feature maps of deep residual networks")
-    lstms.draw(folder / "figure6.png", "Chen et al. 2016, Figure 6: feature maps of a 4 x 1024 LSTM")
-    draw_seconds([resnets, lstms], folder / "figure7.png")
-    publish(
-        folder,
-        "Chen et al. 2016, Figures 5 to 7",
+        lstms.measure(length, PaperNetwork(build, tokens(length, 5000), batch_sizes[1], 1).graph(), effort)
+        write()
+    for sheet in (resnets.sheet("figure5"), growth, lstms.sheet("figure6")):
+        sheet.show()
+
+
+def introduction(effort: float) -> str:
+    """How the figures came about."""
+    return (
         "`python recipes/bench.py paper=chen2016`. GB are 10^9 bytes. The paper prints curves and these figures: "
         f"{claims()}. Feature maps are what static allocation gives out (section 3), without parameters and "
         "workspaces; peaks are the simulator's, with parameters and their gradients; `metered` is the peak of a step "
-        "that really ran by the plan on fake tensors. Seconds are estimated from operation counts. Made with",
-        [resnets.sheet("figure5"), growth, lstms.sheet("figure6")],
-        ["figure5.png", "figure6.png", "figure7.png"],
+        "that really ran by the plan on fake tensors. Seconds are estimated from operation counts; `auto` searches "
+        f"with effort {effort:g}. Made with"
     )
 
 
@@ -120,14 +135,14 @@ def claims() -> str:
     return "; ".join(sorted(found))
 
 
-def fastest_below(graph: Graph, most_overhead: float) -> Plan:
+def lowest_within(graph: Graph, most_overhead: float, effort: float) -> Plan:
     """`auto`'s plan of the lowest peak among those that recompute at most this part of the step."""
     low, high = 0, plan(graph, 1 << 62, "keep_all").peak_bytes  # too little; enough
-    best = plan(graph, high)
+    best = planned(graph, high, "auto", effort)
     while high - low > high // 2000:
         middle = (low + high) // 2
         try:
-            found = plan(graph, middle)
+            found = planned(graph, middle, "auto", effort)
         except InfeasibleBudgetError:
             low = middle
             continue
@@ -147,12 +162,11 @@ class Curve:
         self.gigabytes: dict[str, list[float]] = {}
         self.seconds: dict[str, list[float]] = {}
 
-    def measure(self, size: int, fake: FakeNetwork) -> None:
+    def measure(self, size: int, graph: Graph, effort: float) -> None:
         """Allocates the step by every strategy, and that of `auto` with the paper's sharing of buffers."""
-        graph = fake.graph
         self.sizes.append(size)
         found = {strategy: allocate(graph, strategy) for strategy in STRATEGIES}
-        found["auto"] = allocate(graph, schedule=fastest_below(graph, MOST_OVERHEAD).schedule)
+        found["auto"] = allocate(graph, schedule=lowest_within(graph, MOST_OVERHEAD, effort).schedule)
         for name, allocation in found.items():
             self.gigabytes.setdefault(name, []).append(allocation.total_bytes / GB)
             self.seconds.setdefault(name, []).append(simulate(graph, allocation.schedule).seconds)
@@ -179,17 +193,17 @@ class Curve:
         )
         return sheet
 
-    def draw(self, file: Path, title: str) -> None:
+    def draw(self, file: Path, name: str) -> None:
         """Gigabytes over size, both logarithmic, as the paper draws them."""
         figure = Figure(figsize=(8, 4.4), layout="constrained", dpi=120)
         axes: Any = figure.subplots()
-        for name, values in self.gigabytes.items():
-            axes.loglog(self.sizes, values, "*-" if name == "auto" else "o-", label=name, markersize=5)
+        for strategy, values in self.gigabytes.items():
+            axes.loglog(self.sizes, values, "*-" if strategy == "auto" else "o-", label=strategy, markersize=5)
         axes.set_xticks(self.sizes, [str(size) for size in self.sizes])
         axes.minorticks_off()
         axes.set_xlabel(f"number of {self.unit}")
         axes.set_ylabel("feature maps [GB]")
-        axes.set_title(title)
+        axes.set_title(f"Chen et al. 2016, {name.capitalize()}: feature maps of the {self.network}")
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right center", fontsize="small")
         figure.savefig(file)
@@ -198,8 +212,8 @@ class Curve:
 def draw_seconds(curves: Sequence[Curve], file: Path) -> None:
     """Seconds of a step over size, with and without recomputation."""
     figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=120)
-    all_axes: Any = figure.subplots(1, len(curves))
-    for axes, curve in zip(all_axes, curves, strict=True):
+    panels: Any = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, curve in zip(panels, curves, strict=True):
         for name in ("sharing", "drop_bn_relu", "sublinear", "auto"):
             seconds = curve.seconds[name]
             ratio = seconds[-1] / curve.seconds["sharing"][-1] - 1
@@ -213,17 +227,19 @@ def draw_seconds(curves: Sequence[Curve], file: Path) -> None:
     figure.savefig(file)
 
 
-def grow(sheet: Sheet, depth: int, fake: FakeNetwork, planner: str, metered: bool) -> None:
+def growth_rows(
+    depth: int, fake: FakeNetwork, planner: str, metered: bool, effort: float
+) -> Iterator[Sequence[object]]:
     """A row for the planner's lowest peak; for `auto` also the lowest at no more than one more forward."""
-    found = {planner: lowest(fake.graph, planner)}
+    found = {planner: lowest(fake.graph, planner, effort)}
     if planner == "auto":
-        found[f"auto, at most {MOST_OVERHEAD:.0%}"] = fastest_below(fake.graph, MOST_OVERHEAD)
+        found[f"auto, at most {MOST_OVERHEAD:.0%}"] = lowest_within(fake.graph, MOST_OVERHEAD, effort)
     for name, made in found.items():
         bare = simulate(without_parameters(fake.graph), made.schedule)
         measured = fake.metered_bytes(made) / GB if metered and planner == "auto" else None
         peaks = (made.plain.peak_bytes / GB, made.peak_bytes / GB, measured, bare.peak_bytes / GB)
-        sheet.rows.append([depth, name, *peaks, 100 * made.recompute_overhead])
-        print(*sheet.rows[-1], flush=True)
+        print(depth, name, *peaks, f"{made.recompute_overhead:.1%}", flush=True)
+        yield [depth, name, *peaks, 100 * made.recompute_overhead]
 
 
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:

@@ -53,12 +53,21 @@ def replayed(graph: Graph, schedule: Schedule, name: str = "") -> Plan:
     return plan(graph, UNLIMITED_BYTES, propose)
 
 
-def lowest(graph: Graph, planner: str) -> Plan:
+def planned(graph: Graph, budget_bytes: int, planner: str, effort: float = 1.0) -> Plan:
+    """The planner's plan; the effort is that of `auto`.
+
+    Raises:
+        InfeasibleBudgetError: The planner finds none.
+    """
+    return plan(graph, budget_bytes, planner, **({"effort": effort} if planner == "auto" else {}))
+
+
+def lowest(graph: Graph, planner: str, effort: float = 1.0) -> Plan:
     """The planner's plan for the lowest peak that it reaches."""
     try:
-        return plan(graph, 0, planner)
+        return planned(graph, 0, planner, effort)
     except InfeasibleBudgetError as error:
-        return plan(graph, int(error.minimum_bytes), planner)
+        return planned(graph, int(error.minimum_bytes), planner, effort)
 
 
 def without_parameters(graph: Graph) -> Graph:

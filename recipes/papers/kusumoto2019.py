@@ -18,12 +18,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.paper_scale import NETWORKS, PaperNetwork
-from lightning_remat import Graph, Plan, plan
+from lightning_remat import Graph, Plan
 from lightning_remat.planners.canonical import lower_sequence
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.kusumoto import LowerSetProblem, minimum_budget, solve
 from lightning_remat.planners.storage_graph import StorageGraph, articulation_points, merge_views
-from papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, replayed
+from papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, planned, replayed
 from papers.published import printed
 from papers.sheets import Sheet, publish
 
@@ -68,7 +68,12 @@ class Outcome:
 
 
 def main(
-    folder: str | Path, networks: Sequence[str] | None = None, *, measured: bool = False, scale: float = 1.0
+    folder: str | Path,
+    networks: Sequence[str] | None = None,
+    *,
+    measured: bool = False,
+    scale: float = 1.0,
+    effort: float = 1.0,
 ) -> None:
     """Writes tables and plots into `folder`.
 
@@ -77,27 +82,32 @@ def main(
         networks: Which of the seven, as the paper names them; None for all.
         measured: Whether node seconds are measured on the CPU; otherwise they are estimated from operation counts.
         scale: Part of the paper's batch size; 1 for its own.
+        effort: Of `auto`, as a multiple of its usual search.
     """
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
+    sheets: list[Sheet] = []
     for name in networks or NAMES:
-        network = NETWORKS[NAMES[name]]
-        fake = FakeNetwork(scaled(network, scale), measured=measured)
-        for outcome in outcomes_of(name, fake):
+        fake = FakeNetwork(scaled(NETWORKS[NAMES[name]], scale), measured=measured)
+        for outcome in outcomes_of(name, fake, effort):
             overhead = f"{outcome.made.recompute_overhead:+.1%}"
             print(name, outcome.method, f"{outcome.made.peak_bytes / GB:.2f} GB", overhead, flush=True)
             outcomes.append(outcome)
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(outcomes, folder / "table1.png")
-    publish(
-        folder,
-        "Kusumoto et al. 2019, Tables 1 and 2",
+        draw(outcomes, folder / "table1.png")
+        sheets = [reductions(outcomes, True), overheads(outcomes), reductions(outcomes, False), details(outcomes)]
+        publish(folder, "Kusumoto et al. 2019, Tables 1 and 2", introduction(measured, effort), sheets, ["table1.png"])
+    for sheet in sheets[:3]:
+        sheet.show()
+
+
+def introduction(measured: bool, effort: float) -> str:
+    """How the figures came about."""
+    return (
         "`python recipes/bench.py paper=kusumoto2019`. Printed figures are the paper's (Chainer, Tesla K40c); the "
         "others are ours at the paper's batch size and input, parameters and their gradients included. GB are 10^9 "
         "bytes. `simulated` is the simulator's peak of the schedule, `metered` the peak of a step that really ran by "
-        f"it, on fake tensors. Seconds are {HOW_SECONDS[measured]}. Made with",
-        [reductions(outcomes, True), reductions(outcomes, False), details(outcomes)],
-        ["table1.png"],
+        f"it, on fake tensors. Seconds are {HOW_SECONDS[measured]}; `auto` searches with effort {effort:g}. Made with"
     )
 
 
@@ -106,7 +116,7 @@ def scaled(network: PaperNetwork, scale: float) -> PaperNetwork:
     return replace(network, batch_size=max(2, round(network.batch_size * scale)))
 
 
-def outcomes_of(name: str, fake: FakeNetwork) -> Iterator[Outcome]:
+def outcomes_of(name: str, fake: FakeNetwork, effort: float) -> Iterator[Outcome]:
     """Every method of both tables, and `auto` at its lowest peak and at the lowest of theirs."""
     graph = fake.graph
     storages = merge_views(graph)
@@ -118,7 +128,10 @@ def outcomes_of(name: str, fake: FakeNetwork) -> Iterator[Outcome]:
             made = min((replayed(graph, lower(part), method) for part in parts), key=lambda found: found.peak_bytes)
             yield Outcome(name, method, liveness, made, fake.metered_bytes(made) if liveness else None)
             best = min(best, made, key=lambda found: found.peak_bytes)
-    for method, made in (("auto", lowest(graph, "auto")), ("auto at their lowest", plan(graph, best.peak_bytes))):
+    for method, made in (
+        ("auto", lowest(graph, "auto", effort)),
+        ("auto at their lowest", planned(graph, best.peak_bytes, "auto", effort)),
+    ):
         yield Outcome(name, method, True, made, fake.metered_bytes(made))
 
 
@@ -176,11 +189,28 @@ def reductions(outcomes: Sequence[Outcome], liveness: bool) -> Sheet:
     return sheet
 
 
+def overheads(outcomes: Sequence[Outcome]) -> Sheet:
+    """One row a network, one column a method: the metered peak and what it costs, with liveness."""
+    methods = list(dict.fromkeys(o.method for o in outcomes if o.liveness))
+    title = "Ours: metered peak in GB, and recomputation in percent of the plain step, with liveness"
+    sheet = Sheet("overheads", title, ["network", "batch", "vertices", *methods])
+    about = printed(PAPER, "Table 1", "vertices")
+    for name in dict.fromkeys(o.network for o in outcomes):
+        shown = [o for o in outcomes if o.network == name and o.liveness]
+        row: list[object] = [name, about[name, ""].batch_size]
+        row.append(f"{about[name, ''].value} → {len(shown[0].made.graph.nodes)}")
+        for o in shown:
+            assert o.metered_bytes is not None, "with liveness every step is metered"
+            row.append(f"{o.metered_bytes / GB:.2f}, +{100 * o.made.recompute_overhead:.1f} %")
+        sheet.rows.append(row)
+    return sheet
+
+
 def details(outcomes: Sequence[Outcome]) -> Sheet:
     """One row an outcome, with everything known of it."""
     columns = ["network", "batch", "input", "method", "liveness", "vertices printed", "vertices"]
     columns += ["printed GB", "printed -%", "simulated GB", "metered GB", "-%", "recomputation % of the step"]
-    sheet = Sheet("details", "All figures", columns)
+    sheet = Sheet("details", "All figures", columns, is_on_page=False)
     vertices = printed(PAPER, "Table 1", "vertices")
     for o in outcomes:
         place = "Table 1" if o.liveness else "Table 2"

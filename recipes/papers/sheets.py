@@ -21,6 +21,7 @@ class Sheet:
         columns: Headings, with units.
         rows: The cells.
         note: A paragraph below it.
+        is_on_page: Whether the page shows it; a long one is in its CSV file alone.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Sheet:
     columns: Sequence[str]
     rows: list[Sequence[object]] = field(default_factory=list)
     note: str = ""
+    is_on_page: bool = True
 
     def markdown(self) -> str:
         """The table for a README."""
@@ -51,7 +53,9 @@ class Sheet:
 
 
 def publish(folder: Path, title: str, introduction: str, sheets: Sequence[Sheet], pictures: Sequence[str]) -> None:
-    """Prints the sheets and writes `README.md`, its plots named first, and one CSV file a sheet.
+    """Writes `README.md`, its plots named first, and one CSV file a sheet.
+
+    Called again and again while the rows grow, so that an experiment that is cut short leaves what it has.
 
     Args:
         folder: Made if it is not there; holds the pictures already.
@@ -62,13 +66,17 @@ def publish(folder: Path, title: str, introduction: str, sheets: Sequence[Sheet]
     """
     folder.mkdir(parents=True, exist_ok=True)
     for sheet in sheets:
-        sheet.show()
         sheet.write_csv(folder)
     made_with = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}."
     shown = [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
-    parts = [f"# {title}", f"{introduction} {made_with}", *shown, *(sheet.markdown() for sheet in sheets)]
+    parts = [
+        f"# {title}",
+        f"{introduction} {made_with}",
+        *shown,
+        *(sheet.markdown() for sheet in sheets if sheet.is_on_page),
+    ]
+    parts += [f"{sheet.title}: [{sheet.name}.csv]({sheet.name}.csv)." for sheet in sheets if not sheet.is_on_page]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n")
-    print(f"tables and plots are in {folder}")
 
 
 def _cell(value: object) -> str:
