@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .budget import format_bytes
 from .graph import Graph
 from .planner import Plan
-from .planners.auto_front import build_front
+from .planners.auto_front import FRONTS
 from .planners.floor import Floor, find_floor
 from .planners.time_bound import least_recompute_seconds
 
@@ -84,7 +84,7 @@ def explain(plan: Plan, *, more_bytes: int | None = None, effort: float = 1.0) -
     graph = plan.graph
     if not graph.nodes:
         raise ValueError("a plan of no operations has nothing to explain")
-    _, front = build_front(graph, effort)
+    front = FRONTS.of(graph, effort)
     more = max(1, plan.plain.peak_bytes // 10) if more_bytes is None else more_bytes
     later = front.within(plan.budget_bytes + more)
     saved = 0.0 if later is None else max(0.0, plan.simulation.seconds - front.seconds[later])

@@ -1,6 +1,7 @@
 """`auto`: never slower than the others, monotone, deterministic, and exact about its floor."""
 
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
-from lightning_remat.lowering import lower_kept
+from lightning_remat.lowering import lower_kept, reads
 from lightning_remat.planners.auto import plan_auto
-from lightning_remat.planners.auto_front import build_front
+from lightning_remat.planners.auto_front import FRONTS
 from lightning_remat.planners.floor import find_floor
+from lightning_remat.schedule import Action
 
 SMALL = 0.02  # effort
 
@@ -57,7 +59,7 @@ def minimum(graph: Graph) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(node_graphs(most=9))
 def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
     for budget in budgets(graph, 5):
@@ -68,7 +70,7 @@ def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
                 assert ours.seconds <= simulate(graph, PLANNERS[name](graph, budget)).seconds + 1e-9, name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(node_graphs(most=9))
 def test_the_floor_is_exact(graph: Graph) -> None:
     lowest = minimum(graph)
@@ -97,10 +99,51 @@ def test_more_budget_is_never_slower() -> None:
 
 def test_the_search_is_deterministic() -> None:
     graph = convolutions(6)
-    first = build_front(graph, SMALL)[1]
-    build_front.cache_clear()
-    second = build_front(graph, SMALL)[1]
+    first = FRONTS.of(graph, SMALL)
+    FRONTS.forget()
+    second = FRONTS.of(graph, SMALL)
     assert (first.peaks, first.seconds) == (second.peaks, second.seconds)
+
+
+@settings(max_examples=12, deadline=None)
+@given(node_graphs(most=9))
+def test_a_node_is_run_again_only_for_its_output_or_tape(graph: Graph) -> None:
+    front = FRONTS.of(graph, SMALL)
+    for index in range(len(front.peaks)):
+        actions = front.schedule(index).actions
+        for position, (kind, n) in enumerate(actions):
+            if kind == "F" and ("F", n) in actions[:position]:
+                assert is_used(graph, n, actions[position + 1 :]), (str(front.schedule(index)), position)
+
+
+def is_used(graph: Graph, n: int, later: Sequence[Action]) -> bool:
+    """Whether the output of n, or a view of it, or its tape is read before it is discarded."""
+    has_output, has_tape = True, graph.nodes[n].tape_bytes > 0
+    for kind, m in later:
+        if (has_output and kind == "F" and n in reads(graph, m)) or (
+            kind == "B" and ((has_output and n in graph.nodes[m].saved) or (has_tape and m == n))
+        ):
+            return True
+        has_output = has_output and (kind, m) not in (("D", n), ("F", n))
+        has_tape = has_tape and (kind, m) not in (("T", n), ("F", n))
+    return False
+
+
+def test_another_size_starts_from_what_was_found_at_the_first() -> None:
+    graph = convolutions()
+    small = replace(
+        graph,
+        nodes=tuple(replace(n, output_bytes=n.output_bytes // 2, tape_bytes=n.tape_bytes // 2) for n in graph.nodes),
+    )
+    FRONTS.forget()
+    first = FRONTS.of(graph, SMALL)
+    assert FRONTS.of(graph, SMALL) is first
+    second = FRONTS.of(small, SMALL)
+    for index in range(len(first.peaks)):
+        found = simulate(small, first.schedule(index))
+        at = second.within(found.peak_bytes)
+        assert at is not None
+        assert second.seconds[at] <= found.seconds + 1e-9
 
 
 def test_cheap_values_go_before_costly_ones() -> None:
@@ -117,7 +160,7 @@ def test_a_long_chain_needs_about_logarithmic_memory() -> None:
     graph = relu_chain(100)
     schedule = plan_auto(graph, 1000, effort=10 * SMALL)  # ten values at once
     assert simulate(graph, schedule).recompute_seconds < 300
-    _, front = build_front(graph, 10 * SMALL)
+    front = FRONTS.of(graph, 10 * SMALL)
     assert front.peaks[0] <= 4 * 100
 
 

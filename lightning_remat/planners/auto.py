@@ -6,10 +6,8 @@ from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
 from ..simulator import simulate
-from .auto_front import build_front
+from .auto_front import FRONTS
 from .family import fastest_that_fits, infeasible, trade_off
-from .fast_simulator import work_for
-from .windows import schedule_of
 
 
 def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedule:
@@ -17,14 +15,18 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
 
     The first call for a graph builds its front: all schedules found between plain autograd and the lowest peak that
     no other one beats in both peak and seconds. Every answer is looked up in it, so more budget is never slower,
-    whatever order budgets are asked in; the front does not depend on the budget, and its search is deterministic.
-    No optimum is proven; `explanation.explain` reports the gap to a lower bound.
+    whatever order budgets are asked in; the front does not depend on the budget, and its search is deterministic. A
+    graph with the same operations at another batch size starts from what was found at the first. No optimum is
+    proven; `explanation.explain` reports the gap to a lower bound.
+
+    The answers of the quick planners (`rivals.RIVALS`) are in the front, so that none of those is faster at any
+    budget or reaches a lower peak. The others are beaten by search alone.
 
     A schedule is described by *absence windows* (see `fast_simulator`): any value may be dropped between any two of
     its uses, forward or backward, once or repeatedly. The search goes down from plain autograd drop by drop, each
-    the one that frees the most bytes above the limit for a second; starts also from a dynamic program over positions
-    in the node order, which sees what single drops do not; holds again what fits; and perturbs and repairs the best
-    at every level until its effort is spent.
+    the one that frees the most bytes above the limit for a second; starts also from what a linear program keeps, and
+    from a dynamic program over positions in the node order, which sees what single drops do not; holds again what
+    fits; and perturbs and repairs the best at every level, the lowest most, until its effort is spent.
 
     Args:
         graph: The operations.
@@ -41,9 +43,9 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
     """
     if not graph.nodes:
         return fastest_that_fits(graph, budget_bytes, trade_off(graph, [lower_kept(graph, ())]), planner="auto")
-    problem, front = build_front(graph, effort)
+    front = FRONTS.of(graph, effort)
     found = front.within(budget_bytes)
-    schedule = schedule_of(graph, problem, front.windows(problem, found or 0), work_for(problem))
+    schedule = front.schedule(found or 0)
     if found is None:
         raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner="auto")
     return schedule

@@ -2,73 +2,136 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
-from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from .descent import Search, State
-from .fast_simulator import Problem, pack
+from .fast_simulator import Small, pack
 from .floor import find_floor
 from .front import Front
-from .kusumoto import plan_kusumoto_approx
-from .periodic import plan_periodic
 from .position_program import Program
 from .progress import SearchProgress
-from .windows import windows_of
+from .rivals import rival_candidates
+from .time_bound import relax
+from .windows import windows_between, windows_of
 
 NUM_LEVELS = 57
 """Budgets between floor and plain peak at which the search works; a multiple of 19, for tables of 20 budgets."""
 
 NUM_FIRST_LEVELS = 20
 
-ACTIONS_PER_EFFORT = 110_000_000
+ACTIONS_PER_EFFORT = 90_000_000
 """Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
 
 USUAL_NODES = 1200
 
 MAX_IDLE_ROUNDS = 6
 
-MAX_RIVAL_NODES = 700
+MAX_IDLE_KICKS = 40
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order differ by less, relatively."""
 
 
-@lru_cache(maxsize=8)
-def build_front(graph: Graph, effort: float = 1.0) -> tuple[Problem, Front]:
-    """All the trade-offs found between plain autograd and the lowest peak.
+SHARE_AFTER_A_RELATIVE = 0.3
+"""Of the search that is left to do from the states of a graph with the same operations."""
 
-    Deterministic: the effort is counted in replayed actions, not in time.
+MAX_FRONTS = 8
 
-    Args:
-        graph: The operations.
-        effort: Multiple of the usual search.
-    """
-    problem, front = pack(graph), Front()
+
+class Fronts:
+    """The fronts of the last few graphs. Repeated budgets are look-ups, and another batch size is a short search."""
+
+    def __init__(self) -> None:
+        self._fronts: OrderedDict[tuple[Graph, float], Front] = OrderedDict()
+
+    def of(self, graph: Graph, effort: float = 1.0) -> Front:
+        """All the trade-offs found between plain autograd and the lowest peak.
+
+        The effort is counted in replayed actions, not in time, so that the same graph gets the same front; after one
+        with the same operations and other costs, which lends its states, a better one or one found sooner.
+
+        Args:
+            graph: The operations.
+            effort: Multiple of the usual search.
+        """
+        key = graph, effort
+        if key not in self._fronts:
+            relative = next((f for f in reversed(self._fronts.values()) if _are_alike(f.graph, graph)), None)
+            self._fronts[key] = _search(graph, effort, relative)
+            if len(self._fronts) > MAX_FRONTS:
+                self._fronts.popitem(last=False)
+        self._fronts.move_to_end(key)
+        return self._fronts[key]
+
+    def forget(self) -> None:
+        """Drops all of them."""
+        self._fronts.clear()
+
+
+FRONTS = Fronts()
+
+
+def _are_alike(one: Graph, other: Graph) -> bool:
+    """Whether the windows of one graph describe schedules of the other too."""
+
+    def structure(graph: Graph) -> tuple[object, ...]:
+        nodes = ((n.name, n.inputs, n.saved, n.storage_of, n.tape_bytes > 0) for n in graph.nodes)
+        return (graph.outputs, *nodes)
+
+    return len(one.nodes) == len(other.nodes) and structure(one) == structure(other)
+
+
+def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
     with SearchProgress(f"planning {len(graph.nodes)} operations") as progress:
-        builder = FrontBuilder(graph, problem, front, progress, effort)
+        builder = FrontBuilder(graph, progress, effort * (SHARE_AFTER_A_RELATIVE if relative else 1.0))
+        builder.meet_rivals()
+        if relative:
+            builder.meet_relative(relative)
         builder.find_lowest()
+        builder.press()
         builder.sweep()
         builder.polish()
-    return problem, front
+    return builder.front
 
 
 class FrontBuilder:
-    """The three parts of the search, which share the front, the effort and a watcher."""
+    """The parts of the search, which share the front, the effort and a watcher."""
 
-    def __init__(
-        self, graph: Graph, problem: Problem, front: Front, progress: SearchProgress, effort: float = 1.0
-    ) -> None:
-        self.graph, self.problem, self.front, self.progress = graph, problem, front, progress
-        self.search = Search(problem, front.offer)
+    def __init__(self, graph: Graph, progress: SearchProgress, effort: float = 1.0) -> None:
+        self.graph, self.problem, self.progress = graph, pack(graph), progress
+        self.front = Front(graph, self.problem)
+        self.search = Search(self.problem, self.front.offer)
+        self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
         self.bound = find_floor(graph).bytes
-        self.programs = [Program(graph, problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
+        self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
         self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
+
+    def meet_rivals(self) -> None:
+        """Takes in what other planners answer, so that none of those is faster or lower at any budget."""
+        for number, (peak, seconds, schedule) in enumerate(rival_candidates(self.graph)):
+            self._tell(1 - 1 / (1 + number / 100), "other planners")
+            if self._is_news(peak, seconds):
+                self.search.replay(windows_of(self.graph, self.problem, schedule))
+                if self._is_news(peak, seconds):
+                    self.front.offer_schedule(peak, seconds, schedule)
+
+    def meet_relative(self, relative: Front) -> None:
+        """Takes in what the same operations led to at other costs."""
+        for index in range(len(relative.peaks)):
+            self.search.replay(relative.windows(index))
+
+    def _is_news(self, peak: int, seconds: float) -> bool:
+        known = self.front.within(peak)
+        return known is None or seconds < self.front.seconds[known] * (1 - ROUNDING)
 
     def find_lowest(self) -> None:
         """Goes down from plain autograd in steps, and from the dynamic programs, until nothing gets lower."""
-        self._show_segments()
         span = self.plain.peak_bytes - self.bound
         state = self.plain
         for k in range(NUM_FIRST_LEVELS - 1, -1, -1):
@@ -96,6 +159,16 @@ class FrontBuilder:
             if low >= high or self.search.num_actions > 0.5 * self.last:
                 break
 
+    def press(self) -> None:
+        """Kicks the lowest states until many in a row have made none lower or faster."""
+        last = self.search.num_actions + self.last // 6
+        idle = 0
+        while self.search.num_actions < last and idle < MAX_IDLE_KICKS:
+            before = self.front.peaks[0], self.front.seconds[0]
+            self._tell(1 - (last - self.search.num_actions) / self.last, "the lowest peak")
+            self.search.kick(self._best(self.front.peaks[0]), self.front.peaks[0], self.random)
+            idle = 0 if before != (self.front.peaks[0], self.front.seconds[0]) else idle + 1
+
     def levels(self) -> list[int]:
         """The budgets to work at, from the highest to the lowest."""
         low, high = self.front.peaks[0], self.plain.peak_bytes
@@ -108,12 +181,10 @@ class FrontBuilder:
         for number, chosen in enumerate(thirds):
             state = self.plain
             for k, limit in enumerate(chosen):
-                if not number and k % 2 == 0:
-                    self._ask_rivals(limit)
                 if self.search.num_actions > (0.75 if number else 1.0) * self.last:
                     break
                 self._tell((number + k / len(chosen)) / 3, "budget by budget")
-                state = self._step_down(self._best(state.peak_bytes), limit)
+                state = self._step_down(self._best(state.peak_bytes), limit, relaxed=not number)
         for limit in reversed(levels):
             if self.search.num_actions > 1.1 * self.last:
                 break
@@ -121,39 +192,24 @@ class FrontBuilder:
 
     def polish(self) -> None:
         """Kicks at every level in turn until the effort is spent or several rounds in a row have found nothing."""
-        random = np.random.default_rng(0)
         last = max(self.last, self.search.num_actions + self.last // 8)
         idle_rounds = 0
         while self.search.num_actions < last and idle_rounds < MAX_IDLE_ROUNDS:
             before = list(self.front.seconds), list(self.front.peaks)
-            for limit in self.levels():
+            for limit in (*self.levels(), *[self.front.peaks[0]] * 3):
                 self._tell(self.search.num_actions / last, "improving")
-                self.search.kick(self._best(limit), limit, random)
+                self.search.kick(self._best(limit), limit, self.random)
                 if self.search.num_actions >= last:
                     break
             idle_rounds = 0 if before != (self.front.seconds, self.front.peaks) else idle_rounds + 1
 
-    def _ask_rivals(self, limit: int) -> None:
-        """Takes in the answer of the quickest lower-set planner, improved; large graphs go without."""
-        if len(self.graph.nodes) <= MAX_RIVAL_NODES:
-            with suppress(InfeasibleBudgetError):
-                windows = windows_of(self.graph, self.problem, plan_kusumoto_approx(self.graph, limit))
-                self._settle(State(0, 0.0, windows), limit)
-
-    def _show_segments(self) -> None:
-        """Takes in a few equal cuts, which hold what no single drop leads to."""
-        for segments in (2, 3, 4, 6, 8, 12, 16, 24):
-            if segments <= len(self.graph.nodes) <= MAX_RIVAL_NODES:
-                schedule = plan_periodic(self.graph, 1 << 62, segments=segments)
-                self.search.replay(windows_of(self.graph, self.problem, schedule))
-
     def _tell(self, fraction: float, stage: str) -> None:
         self.progress.update(fraction, stage)
 
-    def _step_down(self, state: State, limit: int) -> State:
+    def _step_down(self, state: State, limit: int, *, relaxed: bool = False) -> State:
         """From `state` and the programs to `limit`; the fastest known there, or how far down `state` led."""
         down = self._settle(state, limit, probes=4)
-        for seed in self._seeds(limit):
+        for seed in self._seeds(limit, relaxed=relaxed):
             self._settle(seed, limit, probes=4)
         return down if self.front.within(limit) is None else self._best(limit)
 
@@ -164,22 +220,37 @@ class FrontBuilder:
     def _best(self, limit: int) -> State:
         index = self.front.within(limit)
         assert index is not None, "no level lies below the lowest peak"
-        return State(self.front.peaks[index], self.front.seconds[index], self.front.windows(self.problem, index))
+        return State(self.front.peaks[index], self.front.seconds[index], self.front.windows(index))
 
-    def _seeds(self, limit: int, most: int = 2) -> list[State]:
+    def _seeds(self, limit: int, most: int = 2, *, relaxed: bool = False) -> list[State]:
         """The programs' answers near the limit that may beat the best known after a local search."""
         known = self.front.within(limit)
         overhead = np.inf if known is None else self.front.seconds[known] - self.plain.seconds
         room = limit - self.problem.fixed_bytes
         ranked: list[tuple[float, State]] = []
+        answers = chain(self._programmed(room), self._relaxed(room) if relaxed else ())
+        for windows in answers:
+            peak, seconds, num_actions = self.search.replay(windows)
+            above = max(0.0, (peak - limit) / max(1, room))
+            if num_actions and above < 0.2 and seconds - self.plain.seconds < 2.5 * overhead:
+                ranked.append(((seconds - self.plain.seconds) * (1 + 5 * above), State(peak, seconds, windows)))
+        ranked.sort(key=lambda pair: pair[0])
+        return [state for _, state in ranked[:most]]
+
+    def _programmed(self, room: int) -> Iterator[Small]:
+        """What the dynamic programs hold when all but the fixed bytes has about that much room."""
         for program in self.programs:
             for share in (1.08, 1.0, 0.93, 0.85):
                 windows = program.windows(self.problem.fixed_bytes + int(room * share))
-                if windows is None:
-                    continue
-                peak, seconds, num_actions = self.search.replay(windows)
-                above = max(0.0, (peak - limit) / max(1, room))
-                if num_actions and above < 0.2 and seconds - self.plain.seconds < 2.5 * overhead:
-                    ranked.append(((seconds - self.plain.seconds) * (1 + 5 * above), State(peak, seconds, windows)))
-        ranked.sort(key=lambda pair: pair[0])
-        return [state for _, state in ranked[:most]]
+                if windows is not None:
+                    yield windows
+
+    def _relaxed(self, room: int) -> Iterator[Small]:
+        """What the linear program keeps then, or somewhat less, since it does not know what recomputation takes."""
+        count = len(self.graph.nodes)
+        for share in (1.0, 0.95):
+            relaxed = relax(self.graph, self.problem.fixed_bytes + int(room * share))
+            if np.isfinite(relaxed.seconds):
+                for least in (0.2, 0.5, 0.8):
+                    outputs, tapes = relaxed.outputs >= least, relaxed.tapes >= least
+                    yield windows_between(self.graph, self.problem, outputs, tapes, count)

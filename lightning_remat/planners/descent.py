@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .fast_simulator import NONE, Ints, Problem, Small, Work, no_windows, replay, work_for
-from .gaps import END, HELD, START, VALUE, change_over, excess_of, find_room, list_gaps, try_gaps, with_twins
-
-BATCH = 12
-"""Moves tried at a time, best guess first."""
+from .fast_simulator import NONE, Problem, Small, Work, no_windows, replay, work_for
+from .gaps import END, START, VALUE, change_over, excess_of, try_gaps
+from .moves import Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
 
 NODES_PER_MOVE = 150
 """A graph of so many nodes takes one more move a time."""
-
-LEAST_SECONDS = 1e-9
 
 ACTIONS_PER_CALL = 1500
 """What the Python around a call costs, in replayed actions."""
@@ -40,15 +36,20 @@ class Search:
         found: Called with every state that the search passes through.
         num_actions: Actions replayed so far, the measure of effort: unlike time, the same in every run.
         guesses: Seconds that dropping a gap cost when last tried.
+        savings: Seconds that holding a gap saved when last tried, 0 where the limit forbids it.
+        most_moves: How many about equally good moves are made at a time.
     """
 
     problem: Problem
     found: Callable[[int, float, Small], None]
     work: Work = field(init=False)
     num_actions: int = 0
-    guesses: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    guesses: Memory = field(default_factory=empty_memory)
+    savings: Memory = field(default_factory=empty_memory)
+    most_moves: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.most_moves = 1 + len(self.problem.seconds) // NODES_PER_MOVE
         self.work = work_for(self.problem)
 
     def replay(self, windows: Small) -> tuple[int, float, int]:
@@ -78,73 +79,30 @@ class Search:
             drops = self._best_drops(windows, seconds, num_actions, limit)
             for row in drops:
                 change_over(windows, row)
-            if drops:
-                pass
-            elif not probes or not self._probe(windows, limit, probes):
+            if not len(drops) and not (probes and self._probe(windows, limit, probes)):
                 break
             peak, seconds, num_actions = self.replay(windows)
         return State(peak, seconds, windows)
 
-    def _best_drops(self, windows: Small, seconds: float, num_actions: int, limit: int) -> list[Small]:
+    def _best_drops(self, windows: Small, seconds: float, num_actions: int, limit: int) -> Small:
         """The held gap to drop, in large graphs with others about as good; none where none lowers the excess."""
-        excess = excess_of(self.work, limit)
-        rows, gains = self._drops(num_actions, limit)
-        if not len(rows):
-            return []
-        keys = [tuple(r) for r in rows.tolist()]
-        guessed = np.array([max(self.guesses.get(key, LEAST_SECONDS), LEAST_SECONDS) for key in keys])
-        worth = gains / guessed
-        order = np.argsort(-worth, kind="stable")
-        best = 0.0
-        tried: list[tuple[float, float, int]] = []
-        for at in range(0, min(len(order), 4 * BATCH), BATCH):
-            chosen = order[at : at + BATCH]
-            if best >= worth[chosen[0]]:
-                break
-            _, new_seconds, new_excess = self._try(windows, rows[chosen], limit)
-            for k, s, e in zip(chosen.tolist(), new_seconds.tolist(), new_excess.tolist(), strict=True):
-                self.guesses[keys[k]] = cost = max(s - seconds, LEAST_SECONDS)
-                if e < excess:
-                    best = max(best, (excess - e) / cost)
-                    tried.append(((excess - e) / cost, excess - e, k))
-        tried.sort(reverse=True)
-        drops: list[Small] = []
-        for value, lowered, k in tried[: 1 + len(self.problem.seconds) // NODES_PER_MOVE]:
-            if excess <= 0 or value < 0.9 * best:
-                break
-            excess -= lowered
-            drops.append(rows[k])
-        return drops
-
-    def _drops(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
-        """Held gaps over steps above the limit, and the most that each may free there."""
-        rows, sizes, seconds = with_twins(*list_gaps(self.problem, self.work, num_actions), len(self.problem.seconds))
-        over = np.maximum(self.work.most - limit, 0)
-        total = np.concatenate([[0], np.cumsum(over)])
-        steps = np.concatenate([[0], np.cumsum(over > 0)])
-        start, end = rows[:, START] + 1, rows[:, END]
-        gains = np.minimum(sizes * (steps[end] - steps[start]), total[end] - total[start])
-        useful = (rows[:, HELD] == 1) & (gains > 0)
-        rows, gains = rows[useful], gains[useful]
-        for row, s in zip(rows.tolist(), seconds[useful].tolist(), strict=True):
-            self.guesses.setdefault(tuple(row), s)
-        return rows, gains
-
-    def _try(self, windows: Small, rows: Small, limit: int) -> tuple[Ints, Ints, Ints]:
-        peaks, seconds, excess, num_actions = try_gaps(self.problem, windows, self.work, rows, limit)
-        self.num_actions += num_actions + ACTIONS_PER_CALL
-        return peaks, seconds, excess
+        chosen = choose_drops(
+            self.problem, windows, self.work, self.guesses, seconds, num_actions, limit, self.most_moves
+        )
+        self.num_actions += chosen.num_replayed + ACTIONS_PER_CALL
+        return chosen.rows
 
     def _probe(self, windows: Small, limit: int, probes: int) -> bool:
         """Follows drops at the highest step until one lowers the excess after all; whether one did."""
         _, seconds, num_actions = replay(self.problem, windows, self.work)
         excess = excess_of(self.work, limit)
         highest = int(self.work.most.argmax())
-        rows, _ = self._drops(num_actions, limit)
+        rows, _, _ = list_drops(self.problem, self.work, num_actions, limit)
         rows = rows[(rows[:, START] < highest) & (rows[:, END] > highest)]
         if not len(rows):
             return False
-        _, new_seconds, new_excess = self._try(windows, rows, limit)
+        _, new_seconds, new_excess, replayed = try_gaps(self.problem, windows, self.work, rows, limit)
+        self.num_actions += replayed + ACTIONS_PER_CALL
         order = np.argsort(new_excess + excess * (new_seconds - seconds) / seconds, kind="stable")
         for k in order[:probes].tolist():
             trial = windows.copy()
@@ -158,7 +116,7 @@ class Search:
                     windows[:] = trial
                     return True
                 drops = self._best_drops(trial, now, num_actions, limit)
-                if not drops:
+                if not len(drops):
                     break
                 for row in drops:
                     change_over(trial, row)
@@ -168,50 +126,25 @@ class Search:
         """The state after holding again, one gap at a time, what saves the most seconds within `limit`."""
         windows = state.windows.copy()
         peak, seconds, num_actions = self.replay(windows)
-        savings: dict[tuple[int, ...], float] = {}  # by gap, when last tried; 0 where the limit forbids it
+        forget(self.savings)
         while num_actions:
-            rows, guesses = self._holds(num_actions, limit)
-            if not len(rows):
+            chosen = choose_holds(
+                self.problem, windows, self.work, self.savings, seconds, num_actions, limit, self.most_moves
+            )
+            self.num_actions += chosen.num_replayed + ACTIONS_PER_CALL
+            if not len(chosen.rows):
                 break
-            keys = [tuple(r) for r in rows.tolist()]
-            worth = np.array([savings.get(key, guess) for key, guess in zip(keys, guesses.tolist(), strict=True)])
-            order = np.argsort(-worth, kind="stable")
-            best = LEAST_SECONDS
-            tried: list[tuple[float, int]] = []
-            for at in range(0, len(order), BATCH):
-                chosen = order[at : at + BATCH]
-                if best >= worth[chosen[0]]:
-                    break
-                peaks, new_seconds, _ = self._try(windows, rows[chosen], limit)
-                for k, p, s in zip(chosen.tolist(), peaks.tolist(), new_seconds.tolist(), strict=True):
-                    savings[keys[k]] = saved = seconds - s if p <= limit else 0.0
-                    best = max(best, saved)
-                    tried.append((saved, k))
-            if best <= LEAST_SECONDS:
-                break
-            tried.sort(reverse=True)
-            for number, (saved, k) in enumerate(tried[: 1 + len(self.problem.seconds) // NODES_PER_MOVE]):
-                if saved < 0.9 * best:
-                    break
-                values = [v for v in (rows[k, VALUE], rows[k, VALUE + 4]) if v >= 0]
+            for number, row in enumerate(chosen.rows):
+                values = [v for v in (row[VALUE], row[VALUE + 4]) if v >= 0]
                 before = windows[values].copy()
-                change_over(windows, rows[k])
+                change_over(windows, row)
                 new_peak, new_seconds, new_num_actions = self.replay(windows)
                 if number and not (new_peak <= limit and new_seconds < seconds):
                     windows[values] = before
+                    peak, seconds, num_actions = self.replay(windows)
                     break
                 peak, seconds, num_actions = new_peak, new_seconds, new_num_actions
-            else:
-                continue
-            if number:
-                peak, seconds, num_actions = self.replay(windows)
         return State(peak, seconds, windows)
-
-    def _holds(self, num_actions: int, limit: int) -> tuple[Small, Ints]:
-        """Absent gaps with room for the value on the way, and the seconds of the run that would be saved."""
-        rows, sizes, seconds = with_twins(*list_gaps(self.problem, self.work, num_actions), len(self.problem.seconds))
-        has_room = find_room(rows, sizes, self.work, limit)
-        return rows[has_room], seconds[has_room]
 
     def kick(self, state: State, limit: int, random: np.random.Generator) -> State:
         """A neighbour of `state`: absences of a random stretch of nodes are lifted, then the limit is restored."""
@@ -226,6 +159,6 @@ class Search:
         order = np.argsort(np.abs(place - place[random.integers(len(absent))]), kind="stable")[:reach]
         chosen = absent[order[random.random(len(order)) < random.choice([0.3, 0.6, 1.0])]]
         windows[chosen] = NONE
-        self.guesses.clear()
+        forget(self.guesses)
         down = self.descend(State(0, 0.0, windows), limit)
         return self.refill(down, limit) if down.peak_bytes <= limit else down

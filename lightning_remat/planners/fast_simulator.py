@@ -22,7 +22,7 @@ from ..graph import Graph
 from ..lowering import reads
 from .gradient_levels import gradient_levels
 
-NUM_WINDOWS = 4
+NUM_WINDOWS = 8
 """Most windows of one value."""
 
 NONE = 1 << 30

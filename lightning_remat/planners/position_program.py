@@ -16,7 +16,8 @@ import numpy as np
 
 from ..graph import Graph
 from ..lowering import reads
-from .fast_simulator import BEFORE, HIGHEST, NONE, PINNED, Floats, Ints, Problem, Small, njit, no_windows
+from .fast_simulator import BEFORE, HIGHEST, NONE, Floats, Ints, Problem, Small, njit
+from .windows import last_reads, windows_between
 
 NUM_SLOTS = 300
 NUM_CHOICES = 8
@@ -55,12 +56,10 @@ def cut(graph: Graph, problem: Problem, max_blocks: int) -> Blocks:
     """The graph cut at up to `max_blocks` positions, each the narrowest of its share of the saved bytes."""
     count = len(graph.nodes)
     roots, nodes = graph.roots, graph.nodes
-    last_read = list(range(count))
+    last_read = last_reads(graph)
     is_saved = [False] * count
-    for n in range(count):
-        for i in reads(graph, n):
-            last_read[roots[i]] = max(last_read[roots[i]], n)
-        for i in nodes[n].saved:
+    for node in nodes:
+        for i in node.saved:
             is_saved[roots[i]] = True
     ends: list[list[int]] = [[] for _ in range(count + 1)]
     for v in range(count):
@@ -219,6 +218,8 @@ class Program:
     def __init__(self, graph: Graph, problem: Problem, most_bytes: int, max_blocks: int) -> None:
         self.graph, self.problem = graph, problem
         self.blocks = blocks = cut(graph, problem, max_blocks)
+        nothing = np.zeros(len(graph.nodes), np.bool_)
+        self.absent = windows_between(graph, problem, nothing, nothing, 2 * len(graph.nodes))
         self.unit = max(1, -(-(most_bytes - problem.fixed_bytes) // NUM_SLOTS))
 
         def slots(sizes: Ints) -> Ints:
@@ -235,7 +236,7 @@ class Program:
         slots = min(NUM_SLOTS, (limit_bytes - self.problem.fixed_bytes) // self.unit)
         if slots < 0 or not np.isfinite(self.cost[0, num, slots]):
             return None
-        windows = self._absent()
+        windows = self.absent.copy()
         stack = [(0, num, int(slots), -1)]
         while stack:
             i, j, m, since = stack.pop()
@@ -251,21 +252,6 @@ class Program:
                 size = (int(self.blocks.crossing[i, k]) + self.unit // 2) // self.unit
                 stack.append((k, j, m - size, since))
                 stack.append((i, k, m, 2 * len(self.graph.nodes) - 1 - self.blocks.position[k]))
-        return windows
-
-    def _absent(self) -> Small:
-        """Windows from the last forward use of every value to the end."""
-        graph, count = self.graph, len(self.graph.nodes)
-        windows = no_windows(self.problem)
-        last_read = list(range(count))
-        for n in range(count):
-            for i in reads(graph, n):
-                last_read[graph.roots[i]] = max(last_read[graph.roots[i]], n)
-        for v in range(count):
-            if graph.roots[v] == v and not self.problem.nodes[v, PINNED]:
-                windows[v, 0] = last_read[v], 2 * count
-            if graph.nodes[v].tape_bytes:
-                windows[count + v, 0] = v, 2 * count
         return windows
 
     def _hold_block(self, windows: Small, b: int, chosen: int, since: int) -> None:

@@ -1,7 +1,8 @@
-"""A lower bound on recomputation at a budget: a linear program over what the backwards still need."""
+"""A lower bound on recomputation at a budget, and what its optimum keeps: a linear program over the backwards."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,30 @@ from scipy import optimize, sparse  # pyright: ignore[reportMissingTypeStubs]
 
 from ..graph import Graph
 from ..lowering import reads
+from .fast_simulator import Floats
 from .gradient_levels import gradient_levels
 
 MAX_COLUMNS = 12_000
 
 
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The fractional optimum.
+
+    Attributes:
+        seconds: Recomputation that no schedule within the budget avoids; infinite where none fits.
+        outputs: [n] how much of each output is alive at the first of the steps that are too full; 1 where the
+            program does not ask.
+        tapes: [n] the same of tapes.
+    """
+
+    seconds: float
+    outputs: Floats
+    tapes: Floats
+
+
 def least_recompute_seconds(graph: Graph, budget_bytes: int) -> float:
     """Seconds of recomputation that no schedule within the budget avoids.
-
-    At the backward of a node, each value that later backwards need is alive, or its node runs again afterwards; and
-    what that run reads is alive then, or runs again in turn. The linear program chooses this, fractionally and at
-    several of the fullest steps at once, so that their memory fits. The true optimum may lie above.
 
     Args:
         graph: The operations.
@@ -28,17 +42,39 @@ def least_recompute_seconds(graph: Graph, budget_bytes: int) -> float:
     Returns:
         A lower bound; infinite where the program has no solution, so that no schedule fits.
     """
+    return relax(graph, budget_bytes).seconds
+
+
+def relax(graph: Graph, budget_bytes: int) -> Relaxation:
+    """The least recomputation, fractionally.
+
+    At the backward of a node, each value that later backwards need is alive, or its node runs again afterwards; and
+    what that run reads is alive then, or runs again in turn. The linear program chooses this, fractionally and at
+    several of the fullest steps at once, so that their memory fits. The true optimum may lie above.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+    """
     count = len(graph.nodes)
     steps = _fullest_steps(graph, budget_bytes)
+    outputs, tapes = np.ones(count), np.ones(count)
     if not steps:
-        return 0.0
+        return Relaxation(0.0, outputs, tapes)
     program = _Rows(count * (1 + 3 * len(steps)))
     for k, (n, room) in enumerate(steps):
         _add_step(program, graph, n, room / max(1, budget_bytes), count * (1 + 3 * k), max(1, budget_bytes))
     cost = np.zeros(program.num_columns)
     cost[:count] = [node.forward_seconds for node in graph.nodes]
     found: Any = optimize.linprog(cost, program.matrix(), np.array(program.limits), bounds=(0, 1), method="highs")  # pyright: ignore[reportUnknownMemberType]
-    return float(found.fun) if found.status == 0 else float("inf")
+    if found.status:
+        return Relaxation(float("inf"), outputs, tapes)
+    last = steps[0][0]  # what stands behind is gone by then
+    there = {graph.roots[i] for i in graph.nodes[last].saved}
+    asked = [v for v in range(last) if v not in there]
+    outputs[asked] = found.x[count : 2 * count][asked]
+    tapes[:last] = found.x[3 * count : 3 * count + last]
+    return Relaxation(float(found.fun), outputs, tapes)
 
 
 class _Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph
 from ..lowering import reads
 from ..schedule import Action, Schedule
-from .fast_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Problem, Small, Work, no_windows, replay
+from .fast_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Flags, Problem, Small, Work, no_windows, replay
 
 
 def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
@@ -43,6 +43,34 @@ def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> S
                 ended.append(Action("D", i))
         backwards.append([Action("F" if a >= 0 else "B", n), *ended])
     return Schedule(tuple(action for actions in reversed(backwards) for action in actions))
+
+
+def last_reads(graph: Graph) -> list[int]:
+    """For each root the last node whose run reads its output or a view of it; itself where there is none."""
+    last = list(range(len(graph.nodes)))
+    for n in range(len(graph.nodes)):
+        for i in reads(graph, n):
+            last[graph.roots[i]] = max(last[graph.roots[i]], n)
+    return last
+
+
+def windows_between(graph: Graph, problem: Problem, outputs: Flags, tapes: Flags, end: int) -> Small:
+    """Windows from the last use in the forward to step `end` for all that is not to be kept.
+
+    Args:
+        graph: The operations.
+        problem: The graph as arrays.
+        outputs: [n] whether an output is kept.
+        tapes: [n] whether a tape is kept.
+        end: The step at whose end a value may be held again.
+    """
+    windows, count = no_windows(problem), len(graph.nodes)
+    for v, last in enumerate(last_reads(graph)):
+        if graph.roots[v] == v and not problem.nodes[v, PINNED] and not outputs[v]:
+            windows[v, 0] = last, end
+        if graph.nodes[v].tape_bytes and not tapes[v]:
+            windows[count + v, 0] = v, end
+    return windows
 
 
 def windows_of(graph: Graph, problem: Problem, schedule: Schedule) -> Small:

@@ -38,17 +38,15 @@ class PaperNetwork:
     def graph(self) -> Graph:
         """Its operations: bytes exact, seconds estimated from operation counts."""
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return self._profile(self.batch_size)
+            return self.profiled(self.batch_size)
 
     def measured_graph(self) -> Graph:
         """Its operations: bytes exact, seconds measured on the CPU at the small batch and scaled."""
-        return self.with_measured_seconds(self.graph())
+        factor = self.batch_size / self.small_batch_size
+        return self.graph().with_seconds_of(self.profiled(self.small_batch_size), factor)
 
-    def with_measured_seconds(self, graph: Graph) -> Graph:
-        """Its graph at its batch size with the seconds measured on the CPU at the small batch and scaled."""
-        return graph.with_seconds_of(self._profile(self.small_batch_size), self.batch_size / self.small_batch_size)
-
-    def _profile(self, batch_size: int) -> Graph:
+    def profiled(self, batch_size: int) -> Graph:
+        """Its operations at a batch size, measured on real tensors unless a fake mode is on."""
         module, batch = self.build(), self.batch(batch_size)
         return profile(trace(module, batch), batch)
 

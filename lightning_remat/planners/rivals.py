@@ -1,0 +1,54 @@
+"""The schedules of the quick planners: starts of the search of `auto`, which so never loses to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..errors import InfeasibleBudgetError
+from ..graph import Graph
+from ..schedule import Schedule
+from ..simulator import simulate
+from .chen import plan_chen
+from .chen_cheap import plan_chen_cheap
+from .chen_recursive import plan_chen_recursive
+from .dtr import plan_dtr
+from .family import Candidate
+from .feng import plan_feng
+from .griewank import plan_revolve
+from .kusumoto import plan_kusumoto_approx, plan_kusumoto_exact
+from .periodic import plan_periodic
+from .rotor import plan_rotor, plan_rotor_floating
+
+RIVALS: dict[Callable[[Graph, int], Schedule], int] = {
+    plan_chen_cheap: 5000,
+    plan_periodic: 5000,
+    plan_kusumoto_approx: 700,
+    plan_chen: 700,
+    plan_dtr: 700,
+    plan_chen_recursive: 700,
+    plan_rotor: 24,
+    plan_rotor_floating: 24,
+    plan_feng: 120,
+    plan_kusumoto_exact: 40,
+    plan_revolve: 24,
+}
+"""Planner → the most nodes of a graph that it answers quickly, for what its answers are worth."""
+
+
+def rival_candidates(graph: Graph) -> Iterator[Candidate]:
+    """What the quick planners answer to every budget, each from ample memory down to its lowest peak."""
+    for planner, most_nodes in RIVALS.items():
+        if len(graph.nodes) <= most_nodes:
+            yield from _answers(graph, planner)
+
+
+def _answers(graph: Graph, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:
+    budget_bytes = 1 << 62
+    while True:
+        try:
+            schedule = planner(graph, budget_bytes)
+        except InfeasibleBudgetError:
+            return
+        found = simulate(graph, schedule)
+        yield Candidate(found.peak_bytes, found.seconds, schedule)
+        budget_bytes = found.peak_bytes - 1
