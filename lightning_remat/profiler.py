@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+import math
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,17 +27,18 @@ from .stopwatch import Stopwatch
 from .tracer import TracedModule
 
 
-def profile(traced: TracedModule, *args: Any, repeats: int = 3, **kwargs: Any) -> Graph:
+def profile(traced: TracedModule, *args: Any, repeats: int = 5, **kwargs: Any) -> Graph:
     """The traced operations with their costs on these inputs.
 
     Every operation runs alone, its backward right after its forward, so that no more memory is alive than a forward
-    without gradients needs. Bytes are exact for what autograd keeps. Seconds are medians on the device of the inputs,
-    or estimates from operation counts on fake tensors.
+    without gradients needs. Bytes are exact for what autograd keeps. Seconds are those of the fastest run on the device
+    of the inputs, or estimates from operation counts on fake tensors. The runs of one operation lie passes over all
+    operations apart, so that a moment in which the machine is busy elsewhere spoils one of them and not all.
 
     Args:
         traced: What `trace` returned; its module, buffers, gradients, random states and flags stay as they are.
         *args: Inputs of the sizes to profile.
-        repeats: Timed runs of each operation, of which the median counts.
+        repeats: Timed passes over the operations; fewer where they take longer than ten seconds.
         **kwargs: Keyword inputs.
 
     Returns:
@@ -59,8 +61,10 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 3, **kwargs: Any) -
         stack.enter_context(buffers_apart(traced.module))
         stack.enter_context(torch.enable_grad())
         values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
-        profiler = _Profiler(traced, values, repeats=0 if fake is not None else repeats)
+        profiler = _Profiler(traced, values, is_fake=fake is not None)
         nodes = tuple(profiler.measure(n) for n in range(len(traced.operations)))
+        if fake is None:
+            nodes = profiler.timed(nodes, repeats)
     return Graph(
         nodes,
         input_bytes=_storage_bytes(tensors),
@@ -96,13 +100,14 @@ def _logical_bytes(tensors: Iterable[Tensor]) -> int:
 class _Profiler:
     """Goes through the operations in order; holds the values that later ones still read."""
 
-    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], repeats: int) -> None:
-        self.traced, self.values, self.repeats = traced, values, repeats
+    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool) -> None:
+        self.traced, self.given = traced, values
+        self._start_over()
         self.module, self.operations = traced.module, traced.operations
         tensors = list(values.values())
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         owned = [*self.module.parameters(), *self.module.buffers(), *tensors]
-        self.metered_device = self.device if repeats else torch.device("cpu")
+        self.metered_device = torch.device("cpu") if is_fake else self.device
         self.external = {key for t in owned if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self.last_reader: dict[fx.Node, int] = {}
@@ -110,7 +115,11 @@ class _Profiler:
         for n, operation in enumerate(self.operations):
             self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
             self.gradient_owner |= dict.fromkeys((id(t) for t in self._own_tensors(n)), n)
-        self.constants_pending = list(traced.constants)
+
+    def _start_over(self) -> None:
+        """Back to the inputs, before the first operation."""
+        self.values = dict(self.given)
+        self.constants_pending = list(self.traced.constants)
 
     def _own_tensors(self, n: int) -> list[Tensor]:
         """Parameters and inputs of the region that operation n reads and that have gradients."""
@@ -157,15 +166,12 @@ class _Profiler:
         for part, value in zip(operation.outputs, values, strict=True):
             self.values[part] = detached(value)
         del leaves, tape
-        seconds = (counter.seconds, 0.0)
+        backward_seconds = 0.0
         if node.gradient_bytes:
             node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
-            seconds = (counter.seconds, backward_seconds)
         del values, store
-        if self.repeats:
-            seconds = self._timed(n, inputs)
         self._free(n)
-        return replace(node, forward_seconds=seconds[0], backward_seconds=seconds[1])
+        return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
 
     def _measure_backward(
         self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
@@ -262,28 +268,38 @@ class _Profiler:
     def _value_shape(self, producer: int, k: int) -> Any:
         return self.values.get(self.operations[producer].outputs[k])
 
-    def _timed(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[float, float]:
-        """Median seconds of forward and backward."""
-        forwards: list[float] = []
-        backwards: list[float] = []
-        inner, own = self._targets(n, inputs)
-        targets = [t for t, _ in inner] + own
-        watch = Stopwatch(self.device)
-        for _ in range(self.repeats):
-            with watch:
-                values, store = self._run(n, inputs)
-            forwards.append(watch.seconds)
-            outputs = [t for t in tensors_of(values) if t.requires_grad]
-            if outputs:
-                probe = GradientProbe(outputs, targets)
-                store.hand_over()
-                with watch:
-                    probe.run()
-                backwards.append(watch.seconds)
-            store.tensors.clear()
-            if forwards[-1] > _SLOW_SECONDS:
+    def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
+        """The nodes with the least seconds that each took in some passes over all of them."""
+        best = [(math.inf, math.inf)] * len(nodes)
+        start = time.perf_counter()
+        for k in range(repeats):
+            if k and time.perf_counter() - start > _TIMING_SECONDS:
                 break
-        return statistics.median(forwards), statistics.median(backwards) if backwards else 0.0
+            self._start_over()
+            seconds = [self._time(n) for n in range(len(nodes))]
+            best = [(min(f, g), min(b, c)) for (f, b), (g, c) in zip(best, seconds, strict=True)]
+        return tuple(replace(n, forward_seconds=f, backward_seconds=b) for n, (f, b) in zip(nodes, best, strict=True))
+
+    def _time(self, n: int) -> tuple[float, float]:
+        """Seconds of one forward and one backward of operation n."""
+        self._note_constants()
+        inputs: dict[fx.Node, Any] = {}
+        watch = Stopwatch(self.device)
+        with watch:
+            values, store = self._run(n, inputs)
+        forward_seconds, backward_seconds = watch.seconds, 0.0
+        outputs = [t for t in tensors_of(values) if t.requires_grad]
+        if outputs:
+            inner, own = self._targets(n, inputs)
+            probe = GradientProbe(outputs, [t for t, _ in inner] + own)
+            store.hand_over()
+            with watch:
+                probe.run()
+            backward_seconds = watch.seconds
+        for part, value in zip(self.operations[n].outputs, values, strict=True):
+            self.values[part] = detached(value)
+        self._free(n)
+        return forward_seconds, backward_seconds
 
     def _note_constants(self) -> None:
         """Evaluates the shapes that have become known."""
@@ -307,5 +323,5 @@ class _Profiler:
                 del self.values[node]
 
 
-_SLOW_SECONDS = 0.3
-"""An operation that takes longer is timed once."""
+_TIMING_SECONDS = 10.0
+"""After which no further pass over the operations begins."""

@@ -1,9 +1,10 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
 from lightning_remat import profile, trace
 
@@ -100,3 +101,56 @@ def test_gradients_of_inputs_are_counted() -> None:
     x = X.clone().requires_grad_()
     graph = profile(trace(Block(), x), x)
     assert graph.nodes[0].input_gradient_bytes == X.numel() * 4
+
+
+class Clock:
+    """Stands still but for the work of `Work`; a burst of other work makes what falls into it ten times as long."""
+
+    def __init__(self, burst: range) -> None:
+        self.now, self.calls, self.burst = 0.0, 0, burst
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Work(nn.Module):
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+        self.register_forward_hook(lambda *_: None)  # one operation: tracing does not look inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_fake(x):  # tracing, no work is done
+            return x * 2
+        self.clock.now += self.seconds * (10 if self.clock.calls in self.clock.burst else 1)
+        self.clock.calls += 1
+        return x * 2
+
+
+def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch, costs: tuple[float, ...]) -> tuple[list[float], int]:
+    """Seconds of the nodes, and in how many passes they were measured."""
+    monkeypatch.setattr("lightning_remat.stopwatch.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("lightning_remat.profiler.time", SimpleNamespace(perf_counter=clock))
+    module = nn.Sequential(*(Work(clock, seconds) for seconds in costs))
+    x = torch.randn(3, requires_grad=True)
+    traced = trace(module, x)
+    clock.calls = 0
+    one = profile(traced, x, repeats=1)
+    runs_of_bytes = clock.calls - len(one.nodes)
+    clock.calls = -runs_of_bytes  # the timed runs count from 0
+    nodes = profile(traced, x).nodes
+    return [n.forward_seconds for n in nodes], clock.calls // len(nodes)
+
+
+def test_a_burst_of_other_work_does_not_change_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = (0.01, 0.02, 0.03, 0.04)
+    # As long as three passes: every run of a node within one pass would fall into it.
+    seconds, passes = timed(Clock(range(1, 13)), monkeypatch, costs)
+    assert seconds == pytest.approx(costs)
+    assert passes == 5
+
+
+def test_slow_operations_are_timed_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, passes = timed(Clock(range(0)), monkeypatch, (6.0, 1.0))
+    assert seconds == pytest.approx([6.0, 1.0])
+    assert passes == 2
