@@ -10,6 +10,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks import peers
 from papers import beaumont2024, chen2016, feng2018, kusumoto2019
 
 PAPERS: dict[str, Callable[..., None]] = {
@@ -17,6 +18,7 @@ PAPERS: dict[str, Callable[..., None]] = {
     "chen2016": chen2016.main,
     "feng2018": feng2018.main,
     "kusumoto2019": kusumoto2019.main,
+    "peers": peers.run,
 }
 
 
