@@ -13,7 +13,7 @@ from .planner import Plan as Plan
 from .planner import plan as plan
 from .planners import PLANNERS as PLANNERS
 from .profiler import profile as profile
-from .rewriter import rematerialize as rematerialize
+from .rematerializer import rematerialize as rematerialize
 from .rewriter import restore as restore
 from .schedule import Schedule as Schedule
 from .simulator import Simulation as Simulation

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
 import os
 import random
@@ -27,7 +26,6 @@ from .errors import TraceError
 from .hooks import has_hooks
 from .python_state import PythonState
 
-logger = logging.getLogger(__name__)
 _set_rng_state = torch.set_rng_state  # while tracing, the one in torch refuses
 
 
@@ -117,7 +115,7 @@ class SymbolicTracer(ContextualTracer):
         return call, [self.root]
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Graph:
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, tuple[str, ...]]:
     """The fx graph of one call of `module`; submodules that cannot be traced become opaque leaves.
 
     Args:
@@ -126,15 +124,16 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         kwargs: Keyword arguments of the call.
 
     Returns:
-        A graph whose placeholders are the tensors among the flattened arguments, in order.
+        A graph whose placeholders are the tensors among the flattened arguments, in order; and why which submodules
+        are opaque, a sentence each.
 
     Raises:
         TraceError: The module's own `forward` cannot be traced; names the line and the remedy.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    opaque: frozenset[str] = frozenset()
+    opaque: dict[str, str] = {}
     while True:
-        tracer = SymbolicTracer(leaves, spec, opaque)
+        tracer = SymbolicTracer(leaves, spec, frozenset(opaque))
         try:
             with _undisturbed(module) as changes:
                 graph = tracer.trace(module)
@@ -147,8 +146,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     "operation, or rematerialize its submodules one by one (modules=...)",
                     where=where,
                 ) from error
-            logger.info("%s cannot be traced and is run as one operation: %s (%s)", tracer.entered[-1], error, where)
-            opaque |= {tracer.entered[-1]}
+            path = tracer.entered[-1]
+            opaque[path] = f"{path} cannot be traced and is run as one operation: {error} (at {where}: {line!r})"
             continue
         if changes:
             path, name = changes[0]
@@ -158,10 +157,9 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     "Remedy: keep it in a buffer, or move what depends on it into a submodule",
                     where=None,
                 )
-            logger.info("%s changes its attribute %r and is run as one operation", path, name)
-            opaque |= {path}
+            opaque[path] = f"{path} changes its attribute {name!r} and is run as one operation"
             continue
-        return graph
+        return graph, tuple(opaque.values())
 
 
 @contextmanager

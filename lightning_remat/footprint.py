@@ -74,3 +74,21 @@ def outside_bytes(module: nn.Module, calls: Sequence[Call], batch: Sequence[Tens
     outside = _storages([*module.parameters(), *module.buffers(), *batch])
     gradients = _storages(parameters)
     return sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)
+
+
+def counted_twice_bytes(calls: Sequence[Call]) -> int:
+    """What the regions of a step count more than once when each counts its parameters, buffers and inputs.
+
+    An input that another region returned is counted there; parameters and inputs may be shared.
+    """
+    modules = dict.fromkeys(call.module for call in calls)
+    owned = [[*m.parameters(), *m.buffers()] for m in modules]
+    seen = _storages(t for tensors in owned for t in tensors)
+    counted, distinct = sum(storage_bytes(tensors) for tensors in owned), sum(seen.values())
+    for call in calls:
+        inputs = _storages(tensors_in((call.args, call.kwargs)))
+        counted += sum(inputs.values())
+        distinct += sum(size for key, size in inputs.items() if key not in seen)
+        seen |= inputs
+        seen |= {s._cdata: 0 for ref in call.outputs if (s := ref()) is not None}  # pyright: ignore[reportPrivateUsage]
+    return counted - distinct

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from .errors import InfeasibleBudgetError
 from .graph import Graph
@@ -14,6 +14,9 @@ from .lowering import lower_kept
 from .planners import PLANNERS
 from .schedule import Schedule
 from .simulator import Simulation, simulate
+
+if TYPE_CHECKING:
+    from .step_planner import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class Plan:
         graph: The graph that it was planned on.
         plain: The cost of the step without recomputation.
         planning_seconds: Time that the planner took.
+        rung: How the module was captured (see `TracedModule.rung`); `"regions"` where its parts were, one by one. Empty
+            for a plan that was made on a bare graph.
+        reasons: Why not as a whole and in single operations: one sentence for each part that is treated otherwise.
+        step: The parts' own plans and what is alive around them, where parts were captured one by one. Graph and
+            schedule are then theirs one after another, and peak and timeline those of the whole module's step.
     """
 
     planner: str
@@ -37,6 +45,9 @@ class Plan:
     graph: Graph
     plain: Simulation
     planning_seconds: float = 0.0
+    rung: str = ""
+    reasons: tuple[str, ...] = ()
+    step: StepPlan | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -56,15 +67,16 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, graph and schedule included; `from_json` reads and replays it."""
-        return json.dumps(
-            {
-                "planner": self.planner,
-                "budget_bytes": self.budget_bytes,
-                "planning_seconds": self.planning_seconds,
-                "schedule": str(self.schedule),
-                "graph": json.loads(self.graph.to_json()),
-            }
-        )
+        data: dict[str, Any] = {
+            "planner": self.planner,
+            "budget_bytes": self.budget_bytes,
+            "planning_seconds": self.planning_seconds,
+            "rung": self.rung,
+            "reasons": self.reasons,
+        }
+        if self.step is not None:
+            return json.dumps({**data, "step": json.loads(self.step.to_json())})
+        return json.dumps({**data, "schedule": str(self.schedule), "graph": json.loads(self.graph.to_json())})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -74,9 +86,16 @@ class Plan:
             ScheduleError: The schedule does not fit its graph.
         """
         data = json.loads(text)
+        how = {"rung": data.get("rung", ""), "reasons": tuple(data.get("reasons", ()))}
+        if "step" in data:
+            from .step_planner import StepPlan  # which plans with this module
+
+            step = StepPlan.from_json(json.dumps(data["step"]))
+            return replace(step.as_plan(data["planner"], data["planning_seconds"]), **how)
         graph = Graph.from_json(json.dumps(data["graph"]))
         schedule = Schedule.parse(data["schedule"])
-        return _replayed(graph, data["budget_bytes"], data["planner"], schedule, data["planning_seconds"])
+        made = _replayed(graph, data["budget_bytes"], data["planner"], schedule, data["planning_seconds"])
+        return replace(made, **how)
 
 
 def plan(graph: Graph, budget_bytes: int, planner: str | Callable[..., Schedule] = "auto", **options: Any) -> Plan:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .meter import tensor_storage
+from .saved_tensors import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,29 @@ class Call:
         module: The submodule.
         args: Positional arguments; tensors are detached and keep `requires_grad`.
         kwargs: Keyword arguments, likewise.
+        is_differentiable: Whether it returned something with gradients.
+        outputs: The storages that it returned; dead once nobody holds them.
     """
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_differentiable: bool = True
+    outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a step was seen to do when it was looked through.
+
+    Attributes:
+        calls: The chosen calls, in order.
+        saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
+    """
+
+    calls: list[Call]
+    saved_bytes: int
 
 
 def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -36,7 +55,12 @@ def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
-    """The calls that rematerialization can serve, in the order in which `step` makes them.
+    """The calls that rematerialization can serve: those of `look_through`."""
+    return look_through(root, step, modules).calls
+
+
+def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> View:
+    """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
     Those are the outermost calls of submodules that own a parameter to train and return something to differentiate.
     Where the root's own `forward` only hands its input to one submodule, that one is taken. Nothing that autograd
@@ -54,6 +78,7 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
     watched = _resolve(root, names, modules)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
+    between = _SavedBetween([*root.parameters(), *root.buffers()])
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frames.append(frames[-1].call(module, args, kwargs, is_outermost=len(frames) == 1))
@@ -67,7 +92,12 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
         for module in watched:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
-        with torch.enable_grad(), nothing_saved():
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t: between.note(t, _outputs_of(top.children)) if len(frames) == 1 else None, _unpack_nothing
+            ),
+        ):
             step()
     finally:
         for handle in handles:
@@ -81,22 +111,43 @@ def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[An
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
-    return [Call(names[f.module], f.module, _detached(f.args), _detached(f.kwargs)) for f in chosen]
+    calls = [
+        Call(names[f.module], f.module, detached(f.args), detached(f.kwargs), f.is_differentiable, f.outputs)
+        for f in chosen
+    ]
+    return View(calls, between.bytes_beside(calls))
 
 
-@contextmanager
-def nothing_saved() -> Generator[None]:
-    """What autograd would save in the block is dropped at once; no backward can follow."""
+def _unpack_nothing(nothing: None) -> Tensor:
+    del nothing
+    raise RuntimeError("backward through a step that was only looked through")
 
-    def pack(tensor: Tensor) -> None:
-        del tensor
 
-    def unpack(nothing: None) -> Tensor:
-        del nothing
-        raise RuntimeError("backward through a step that was only looked through")
+class _SavedBetween:
+    """What the code outside the chosen calls saves for its backward; none of it is held."""
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    def __init__(self, owned: list[Tensor]) -> None:
+        self.owned = {key for t in owned if (key := storage_key(t)) is not None}
+        self.noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.gone_bytes = 0
+
+    def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
+        """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""
+        storage, key = tensor_storage(tensor), storage_key(tensor)
+        if storage is None or key is None or key in self.owned or any(r() is storage for r in returned):
+            return
+        known = self.noted.get(key)
+        if known is not None and known[0]() is storage:
+            return
+        if known is not None:  # it has died, and its place was taken
+            self.gone_bytes += known[1]
+        self.noted[key] = weakref.ref(storage), storage.nbytes()
+
+    def bytes_beside(self, calls: Sequence[Call]) -> int:
+        """Bytes of all that was noted and is not an input of the calls."""
+        inputs = [t for call in calls for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
+        return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
 
 
 class _Frame:
@@ -109,7 +160,8 @@ class _Frame:
         self.module, self.args, self.kwargs = module, args, kwargs
         self.children: list[_Frame] = []
         self.is_handed_on = False  # gets just what its caller got
-        self.is_trainable = False
+        self.is_trainable = self.is_differentiable = False
+        self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = _nothing
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
@@ -123,8 +175,10 @@ class _Frame:
 
     def leave(self, output: Any) -> None:
         has_parameters = any(p.requires_grad for p in self.module.parameters())
-        is_differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-        self.is_trainable = has_parameters and is_differentiable
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.is_differentiable = any(t.requires_grad for t in tensors)
+        self.is_trainable = has_parameters and self.is_differentiable
+        self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
         if isinstance(output, Tensor):
             # Where the only call inside returned the very same tensor, this one does nothing of its own.
             inner = self.children[0]._output() if len(self.children) == 1 else None
@@ -136,6 +190,10 @@ class _Frame:
 
 def _nothing() -> None:
     return None
+
+
+def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:
+    return [r for frame in frames for r in frame.outputs]
 
 
 def _through(frame: _Frame) -> _Frame:
@@ -162,7 +220,9 @@ def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any
     return resolved
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`."""
+
     def detach(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from .errors import ScheduleError
 from .graph import Graph
-from .schedule import Schedule, mark
+from .schedule import ActionKind, Schedule, mark
 
 Gradients = Literal["fresh", "kept"]
 
@@ -59,16 +59,27 @@ def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh"
     if gradients not in ("fresh", "kept"):
         raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
     replay = _Replay(graph, schedule, gradients)
-    steps = {"F": replay.forward, "B": replay.backward, "D": replay.discard_output, "T": replay.discard_tape}
     num_nodes = len(graph.nodes)
     for position, (kind, node) in enumerate(schedule.actions):
         if node >= num_nodes:
             raise replay.error(position, f"the graph has no node {node}, only 0 to {num_nodes - 1}")
-        replay.timeline.append(steps[kind](position, node))
+        replay.timeline.append(replay.step(kind, position, node))
     replay.finish()
     timeline = tuple(replay.timeline)
     peak = max(timeline, default=replay.alive)
     return Simulation(peak, math.fsum(replay.seconds), math.fsum(replay.recompute_seconds), timeline)
+
+
+def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh") -> int:
+    """Bytes alive after the actions of the beginning of a schedule.
+
+    Raises:
+        ScheduleError: It breaks a rule.
+    """
+    replay = _Replay(graph, schedule, gradients)
+    for position, (kind, node) in enumerate(schedule.actions):
+        replay.step(kind, position, node)
+    return replay.alive
 
 
 class _Replay:
@@ -94,6 +105,14 @@ class _Replay:
         self.seconds: list[float] = []  # summed once, exactly: the order of actions must not show
         self.recompute_seconds: list[float] = []
         self.timeline: list[int] = []
+
+    def step(self, kind: ActionKind, position: int, n: int) -> int:
+        """Replays one action; the most alive during it."""
+        if kind == "F":
+            return self.forward(position, n)
+        if kind == "B":
+            return self.backward(position, n)
+        return self.discard_output(position, n) if kind == "D" else self.discard_tape(position, n)
 
     def error(self, position: int, reason: str) -> ScheduleError:
         name = ""

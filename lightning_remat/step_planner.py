@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .budget import format_bytes
 from .errors import InfeasibleBudgetError
-from .graph import Graph
+from .graph import Graph, Node
 from .lowering import lower_kept
 from .planner import Plan, plan
-from .schedule import Schedule
-from .step_memory import RegionCost, Surroundings, Timeline, step_timeline
+from .region_options import choose
+from .schedule import Action, Schedule
+from .simulator import Simulation, simulate
+from .step_memory import RegionCost, Surroundings, Timeline, forward_length, step_timeline
 
 _MOST_ROUNDS = 8
 _NO_LIMIT = 1 << 62
@@ -68,7 +71,12 @@ class StepPlan:
     @property
     def recompute_overhead(self) -> float:
         """Seconds of recomputation as a fraction of the plain step's."""
-        return sum(self.plans[k].simulation.recompute_seconds for k in self.keys) / (self.plain_seconds or 1.0)
+        return self.recompute_seconds / (self.plain_seconds or 1.0)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """The part of `seconds` that goes into second and later runs of an operation."""
+        return sum(self.plans[k].simulation.recompute_seconds for k in self.keys)
 
     @property
     def num_recomputed(self) -> int:
@@ -78,6 +86,84 @@ class StepPlan:
     def corrected(self, excess_bytes: int) -> StepPlan:
         """The same plan, its prediction corrected by what a measured step needed beyond it."""
         return replace(self, surroundings=self.surroundings.corrected(excess_bytes))
+
+    def as_plan(self, planner: str, planning_seconds: float = 0.0) -> Plan:
+        """The step as one plan: the regions' operations one after another, the figures those of the whole step."""
+        simulation = _simulation(self.timeline, self.seconds, self.recompute_seconds)
+        plain = _simulation(self.plain_timeline, self.plain_seconds, 0.0)
+        graph, schedule = _joined([(k, self.plans[k]) for k in self.keys], self.surroundings)
+        return Plan(planner, self.budget_bytes, schedule, simulation, graph, plain, planning_seconds, step=self)
+
+    def to_json(self) -> str:
+        """The step as JSON text; `from_json` reads it and replays the schedules."""
+        return json.dumps(
+            {
+                "budget_bytes": self.budget_bytes,
+                "keys": self.keys,
+                "surroundings": asdict(self.surroundings),
+                "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        """The step that `to_json` wrote.
+
+        Raises:
+            ScheduleError: A schedule does not fit its graph.
+        """
+        data = json.loads(text)
+        plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
+        return cls(data["budget_bytes"], tuple(data["keys"]), plans, Surroundings(**data["surroundings"]))
+
+
+def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:
+    return Simulation(max(timeline.memory_bytes), seconds, recompute_seconds, timeline.memory_bytes)
+
+
+def _joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tuple[Graph, Schedule]:
+    """The regions' graphs side by side; their schedules, forwards in the order of the calls, backwards in reverse."""
+    nodes: list[Node] = []
+    outputs: list[int] = []
+    forward: list[Action] = []
+    backward: list[Action] = []
+    count: dict[str, int] = {}
+    for key, made in calls:
+        start = len(nodes)
+        count[key] = count.get(key, 0) + 1
+        prefix = key if count[key] == 1 else f"{key}#{count[key]}"
+        nodes += [_moved(node, prefix, start) for node in made.graph.nodes]
+        outputs += [start + n for n in made.graph.outputs]
+        actions = [Action(a.kind, a.node + start) for a in made.schedule]
+        first = forward_length(made.schedule, len(made.graph.nodes))
+        forward += actions[:first]
+        backward = actions[first:] + backward
+    own = {key: made.graph for key, made in calls}
+    return (
+        Graph(
+            tuple(nodes),
+            input_bytes=sum(made.graph.input_bytes for _, made in calls),
+            static_bytes=max(0, surroundings.resident_bytes + sum(g.static_bytes for g in own.values())),
+            outputs=tuple(outputs),
+        ),
+        Schedule(tuple(forward + backward)),
+    )
+
+
+def _moved(node: Node, prefix: str, start: int) -> Node:
+    """The node under its region's name, `start` places further."""
+
+    def move(indices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i + start for i in indices)
+
+    return replace(
+        node,
+        name=f"{prefix}.{node.name}" if prefix else node.name,
+        inputs=move(node.inputs),
+        saved=move(node.saved),
+        storage_of=None if node.storage_of is None else node.storage_of + start,
+        shares_gradient=None if node.shares_gradient is None else move(node.shares_gradient),
+    )
 
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
@@ -96,78 +182,66 @@ def plan_step(
 ) -> StepPlan:
     """A plan by which the whole step stays within the budget.
 
-    A region first gets all that the surroundings leave. Where the step then exceeds the budget, because of gradients
-    that are alive in the forward or of other regions, the excess is taken off the regions' budgets in proportion to
-    what each can still give, and they are planned again.
+    One region gets all that the surroundings leave; where the step then exceeds the budget, because of gradients that
+    are alive in the forward, it is planned again for less. Several calls share the budget as `region_options.choose`
+    finds cheapest.
 
     Raises:
         InfeasibleBudgetError: No plan fits; carries the least budget for the whole step.
     """
-    plain = {k: _labelled(plan(g, _NO_LIMIT, "keep_all"), budget_bytes, planner) for k, g in graphs.items()}
+    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    # A plan that keeps all, as the planner in question would have made it.
+    plain = {
+        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes) for k, g in graphs.items()
+    }
     found = StepPlan(budget_bytes, tuple(keys), plain, surroundings)
     if found.predicted_peak_bytes <= budget_bytes:
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
-    around = surroundings.resident_bytes + surroundings.correction_bytes
-    fixed = {k: g.static_bytes + g.input_bytes for k, g in graphs.items()}
-    budgets = {k: budget_bytes - around - sum(fixed.values()) + fixed[k] for k in graphs}
-    floors: dict[str, tuple[int, str | None]] = {}
-    rounds = 0
-    while True:
-        rounds += 1
-        if rounds > _MOST_ROUNDS:  # the excess did not go away: the lowest that there is
-            budgets = {k: _floor(k, g, planner, options, floors) for k, g in graphs.items()}
-        plans: dict[str, Plan] = {}
-        for key, graph in graphs.items():
-            try:
-                plans[key] = plan(graph, budgets[key], planner, **options)
-            except InfeasibleBudgetError as error:
-                floors[key] = int(error.minimum_bytes), error.node
-                budgets[key] = int(error.minimum_bytes)
-                plans[key] = plan(graph, budgets[key], planner, **options)
-        found = StepPlan(budget_bytes, tuple(keys), plans, surroundings)
-        excess = found.predicted_peak_bytes - budget_bytes
-        if excess <= 0:
-            return found
-        if len(graphs) > 1:
-            room = {k: max(0, budgets[k] - _floor(k, g, planner, options, floors)) for k, g in graphs.items()}
-        else:
-            room = {k: max(0, b - floors[k][0]) if k in floors else excess for k, b in budgets.items()}
-        if not sum(room.values()) or rounds > _MOST_ROUNDS:
+    if len(keys) > 1:
+        schedules = choose(keys, graphs, budget_bytes, planner, surroundings, **options)
+        plans = {
+            k: replace(p, schedule=schedules[k], simulation=simulate(p.graph, schedules[k])) for k, p in plain.items()
+        }
+        found = replace(found, plans=plans)
+    else:
+        found = _planned_region(found, planner, options)
+    if found.predicted_peak_bytes > budget_bytes:
+        raise _infeasible(found)
+    return found
+
+
+def _planned_region(step: StepPlan, planner: str | Callable[..., Schedule], options: dict[str, Any]) -> StepPlan:
+    """The step with its one region planned for the budget, or for the lowest peak that the planner reaches."""
+    ((key, plain),) = step.plans.items()
+    around = step.surroundings.resident_bytes + step.surroundings.correction_bytes
+    budget, floor = step.budget_bytes - around, 0
+    for _ in range(_MOST_ROUNDS):
+        try:
+            made = plan(plain.graph, budget, planner, **options)
+        except InfeasibleBudgetError as error:
+            budget = floor = int(error.minimum_bytes)
+            made = plan(plain.graph, budget, planner, **options)
+        step = replace(step, plans={key: made})
+        excess = step.predicted_peak_bytes - step.budget_bytes
+        if excess <= 0 or budget <= floor:
             break
-        for key, give in room.items():
-            budgets[key] -= min(give, -(-excess * give // sum(room.values())))
-    timeline = found.timeline
+        budget = max(floor, budget - excess)
+    return step
+
+
+def _infeasible(step: StepPlan) -> InfeasibleBudgetError:
+    timeline = step.timeline
     if timeline.optimizer_step_bytes > max(timeline.memory_bytes):
         node = "the optimizer's step"
     else:
-        node = max(floors.values(), key=lambda floor: floor[0])[1] if floors else None
+        is_alone = len(step.keys) == 1
+        graph, schedule = _joined([("" if is_alone else k, step.plans[k]) for k in step.keys], step.surroundings)
+        node = graph.nodes[schedule.actions[timeline.memory_bytes.index(max(timeline.memory_bytes))].node].name
     needed = timeline.peak_bytes
-    raise InfeasibleBudgetError(
-        f"the training step needs {format_bytes(needed)} and the budget is {format_bytes(budget_bytes)}, because of "
-        f"node {node!r}: raise memory_budget, lower the batch size, or choose another planner",
+    return InfeasibleBudgetError(
+        f"the training step needs {format_bytes(needed)} and the budget is {format_bytes(step.budget_bytes)}, because "
+        f"of node {node!r}: raise memory_budget, lower the batch size, or choose another planner",
         minimum_bytes=needed,
-        budget_bytes=budget_bytes,
+        budget_bytes=step.budget_bytes,
         node=node,
     )
-
-
-def _labelled(plain: Plan, budget_bytes: int, planner: str | Callable[..., Schedule]) -> Plan:
-    """A plan that keeps all, as the planner in question would have made it."""
-    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
-    return replace(plain, planner=name, budget_bytes=budget_bytes)
-
-
-def _floor(
-    key: str,
-    graph: Graph,
-    planner: str | Callable[..., Schedule],
-    options: dict[str, Any],
-    floors: dict[str, tuple[int, str | None]],
-) -> int:
-    """The lowest peak that the planner reaches for a region, remembered in `floors`."""
-    if key not in floors:
-        try:
-            floors[key] = plan(graph, 0, planner, **options).peak_bytes, None
-        except InfeasibleBudgetError as error:
-            floors[key] = int(error.minimum_bytes), error.node
-    return floors[key][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
@@ -54,6 +54,7 @@ class TracedModule:
         call_spec: Structure of the call's arguments.
         call_leaves: The call's flattened arguments: None for a tensor, else the constant that was traced in.
         training: The training flag of every submodule as traced.
+        reasons: For each submodule that is one operation because it cannot be traced: which, why, and where.
     """
 
     module: nn.Module
@@ -65,6 +66,12 @@ class TracedModule:
     call_spec: TreeSpec
     call_leaves: tuple[Any, ...]
     training: tuple[bool, ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def rung(self) -> Literal["traced", "leaves"]:
+        """How the module was captured: all of it in single operations, or with submodules that are run as a whole."""
+        return "leaves" if self.reasons else "traced"
 
 
 def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
@@ -84,7 +91,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     Raises:
         TraceError: The module cannot be captured; names the line and the remedy.
     """
-    graph = capture(module, args, kwargs)
+    graph, reasons = capture(module, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     records = record(module, graph, tensors)
@@ -105,6 +112,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         spec,
         tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         training_flags(module),
+        reasons,
     )
 
 

@@ -11,12 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "lightning_remat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PURE_HALF = {
     "allocation", "budget", "chain", "errors", "explanation", "graph", "lifetimes", "lowering", "planner", "planners",
-    "schedule", "simulator", "stage_lowering", "stages", "step_memory", "step_planner",
+    "region_options", "schedule", "simulator", "stage_lowering", "stages", "step_memory", "step_planner",
 }  # fmt: skip
 TORCH_HALF = {
     "ambient", "capture", "conditions", "contexts", "cost_model", "device_memory", "evaluation", "executor",
     "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program", "python_state",
-    "random_state", "recording", "regions", "rewriter", "saved_tensors", "stopwatch", "tracer",
+    "random_state", "recording", "region_rewriter", "region_search", "regions", "rematerializer", "rewriter",
+    "saved_tensors", "step_run", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

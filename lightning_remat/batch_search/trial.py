@@ -13,7 +13,8 @@ from torch import nn
 from ..graph import Graph
 from ..profiler import profile
 from ..regions import Call
-from ..rewriter import rematerialize, restore
+from ..rematerializer import rematerialize
+from ..rewriter import restore
 from ..step_memory import Surroundings
 from ..step_planner import StepPlan
 from ..tracer import trace

@@ -1,0 +1,175 @@
+"""Rewrites the parts of a module that cannot be captured as a whole, under one budget for the whole step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .budget import format_bytes
+from .errors import InfeasibleBudgetError, TraceError
+from .footprint import counted_twice_bytes, outside_bytes, tensors_in
+from .graph import Graph
+from .planner import Plan
+from .profiler import profile
+from .region_search import Regions, find_regions, traced_call
+from .regions import find_calls
+from .rewriter import checked_program, install_regions
+from .schedule import Schedule
+from .step_memory import Surroundings
+from .step_planner import StepPlan, plain_timeline, plan_step
+from .step_run import step_peak, untouched
+from .tracer import TracedModule
+
+_MOST_STEPS = 4
+"""Planned steps that are run at most to learn what the code between the regions needs."""
+
+
+def rewrite_regions(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: TraceError,
+    *,
+    budget_of: Callable[[int], int],
+    planner: str | Callable[..., Schedule],
+    plan: Plan | None,
+) -> Plan:
+    """The plan by which the parts of a module now run; see `rematerialize`.
+
+    Args:
+        module: Not rewritten yet.
+        args: Positional arguments of a step.
+        kwargs: Keyword arguments.
+        error: Why the module cannot be captured as a whole.
+        budget_of: The budget in bytes, given the plain step's peak.
+        planner: A name of `PLANNERS` or a function.
+        plan: A plan made earlier for this module, which is installed as it is.
+
+    Raises:
+        TraceError: No part of the module can be captured.
+        InfeasibleBudgetError: No plan fits.
+        ValueError: `plan` was made for another module.
+    """
+
+    def step() -> None:
+        with untouched(module, args, kwargs):
+            module(*args, **kwargs)
+
+    if plan is not None:
+        _install_earlier(module, step, plan, error)
+        return plan
+    regions = find_regions(module, step)
+    graphs = _profiled(regions)
+    if not graphs:
+        tried = "".join(f"\n  {reason}" for reason in regions.reasons) or " it calls none that save anything"
+        raise TraceError(
+            f"{error}. Nor can its submodules be rematerialized one by one:{tried}", where=error.where
+        ) from error
+    calls = [call for call in regions.calls if call.name in graphs]
+    resident = outside_bytes(module, calls, tensors_in((args, kwargs))) + regions.saved_bytes
+    parts = _Parts(
+        module,
+        args,
+        kwargs,
+        keys=tuple(call.name for call in calls),
+        graphs=graphs,
+        traced=regions.traced,
+        reasons=(str(error), *regions.reasons, *_reasons_inside(regions)),
+    )
+    around = Surroundings(resident - counted_twice_bytes(calls), 0, is_alone=True)
+    del regions, calls  # they hold the arguments of all calls, which the steps to be measured make again
+    return _fitted(parts, around, budget_of, planner)
+
+
+def _profiled(regions: Regions) -> dict[str, Graph]:
+    """Submodule name → its profile, where there is anything to discard."""
+    graphs: dict[str, Graph] = {}
+    for call in regions.calls:
+        if call.name not in graphs:
+            graphs[call.name] = profile(regions.traced[call.name], *call.args, **call.kwargs)
+    return {k: g for k, g in graphs.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
+
+
+def _reasons_inside(regions: Regions) -> list[str]:
+    return [f"{name}.{reason}" for name, traced in regions.traced.items() for reason in traced.reasons]
+
+
+def _install_earlier(module: nn.Module, step: Callable[[], None], plan: Plan, error: TraceError) -> None:
+    if plan.step is None:
+        raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
+    calls = {call.name: call for call in find_calls(module, step, list(plan.step.plans))}
+    programs = {name: checked_program(traced_call(calls[name]), part) for name, part in plan.step.plans.items()}
+    install_regions(module, programs, plan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """A module taken apart, with the arguments of a step."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: tuple[str, ...]
+    graphs: dict[str, Graph]
+    traced: dict[str, TracedModule]
+    reasons: tuple[str, ...]
+
+    def install(self, step: StepPlan, plan: Plan) -> None:
+        programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
+        install_regions(self.module, programs, plan)
+
+
+def _fitted(
+    parts: _Parts, around: Surroundings, budget_of: Callable[[int], int], planner: str | Callable[..., Schedule]
+) -> Plan:
+    """The plan by which a measured step stays within the budget, installed.
+
+    What the code between the regions needs beyond what it saves (temporaries, a loss) shows in a measured step alone:
+    the prediction is corrected by it, and the regions are planned again where that exceeds the budget or leaves room.
+    """
+    start = time.perf_counter()
+    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    good: Plan | None = None
+    budget = measured = 0
+    for number in range(_MOST_STEPS):
+        budget = budget_of(plain_timeline(parts.keys, parts.graphs, around).peak_bytes)
+        try:
+            step = plan_step(parts.keys, parts.graphs, budget, planner, around)
+        except InfeasibleBudgetError as error:
+            if number:
+                raise
+            # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
+            step = plan_step(parts.keys, parts.graphs, int(error.minimum_bytes), planner, around)
+        parts.install(step, step.as_plan(name))
+        measured = step_peak(parts.module, parts.args, parts.kwargs)
+        excess = measured - step.predicted_peak_bytes
+        around = around.corrected(excess)
+        step = step.corrected(excess)
+        budget = budget_of(step.plain_peak_bytes)
+        if measured <= budget:
+            is_improved = good is not None
+            good = replace(
+                step.as_plan(name, time.perf_counter() - start),
+                budget_bytes=budget,
+                rung="regions",
+                reasons=parts.reasons,
+            )
+            if is_improved or not step.num_recomputed or -excess < _WORTH_ANOTHER * measured:
+                break
+    if good is None or good.step is None:
+        raise InfeasibleBudgetError(
+            f"the planned step was run {_MOST_STEPS} times and needed {format_bytes(measured)} the last time, for a "
+            f"budget of {format_bytes(budget)}: raise memory_budget",
+            minimum_bytes=measured,
+            budget_bytes=budget,
+        )
+    parts.install(good.step, good)
+    return good
+
+
+_WORTH_ANOTHER = 0.01
+"""Room left in the budget, as a fraction of the measured peak, that is worth another plan."""
