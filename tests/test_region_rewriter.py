@@ -83,7 +83,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
     ("kind", "parts", "planner"),
     [
         (Network, [f"blocks.{i}" for i in range(6)], "periodic"),
-        (Network, [f"blocks.{i}" for i in range(6)], "auto"),
+        pytest.param(Network, [f"blocks.{i}" for i in range(6)], "auto", marks=pytest.mark.slow),
         (Nested, [*(f"inner.blocks.{i}" for i in range(6)), "last"], "periodic"),
         (Twice, ["block"], "periodic"),
     ],
