@@ -177,7 +177,7 @@ class Curve:
         columns = [self.unit, *(f"{strategy} GB" for strategy in self.gigabytes)]
         recomputing = ("drop_bn_relu", "sublinear", "auto")
         columns += [f"{strategy} recomputation %" for strategy in recomputing]
-        sheet = Sheet(name, f"{name.capitalize()}: feature maps of the {self.network} by allocation strategy", columns)
+        sheet = Sheet(name, f"Figure {name[-1]}: feature maps of the {self.network} by allocation strategy", columns)
         for k, size in enumerate(self.sizes):
             row: list[object] = [size, *(values[k] for values in self.gigabytes.values())]
             row += [100 * (self.seconds[s][k] / self.seconds["none"][k] - 1) for s in recomputing]
@@ -203,7 +203,7 @@ class Curve:
         axes.minorticks_off()
         axes.set_xlabel(f"number of {self.unit}")
         axes.set_ylabel("feature maps [GB]")
-        axes.set_title(f"Chen et al. 2016, {name.capitalize()}: feature maps of the {self.network}")
+        axes.set_title(f"Chen et al. 2016, Figure {name[-1]}: feature maps of the {self.network}")
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right center", fontsize="small")
         figure.savefig(file)
