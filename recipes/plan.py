@@ -45,12 +45,10 @@ def main(config: DictConfig) -> None:
         if found.plan is not None:
             (folder / f"plan_{found.planner}.json").write_text(found.plan.to_json())
 
-    quick = [found.planner for found in first if found.planning_seconds <= config.max_planning_seconds]
-    if slow := sorted({found.planner for found in first} - set(quick)):
-        console.print(f"no curve for {', '.join(slow)}: one plan took over {config.max_planning_seconds} s")
-    floor_bytes = min((found.floor_bytes for found in first if found.floor_bytes), default=budget_bytes)
-    budgets = budgets_between(min(floor_bytes, budget_bytes), peak_bytes, config.num_budgets)
-    curves: dict[str, list[Attempt]] = {name: trade_off(graph, name, budgets, console) for name in quick}
+    floors = [attempt(graph, name, 0).floor_bytes for name in planners]
+    lowest_bytes = min(floor for floor in floors if floor is not None)
+    budgets = budgets_between(lowest_bytes, peak_bytes, config.num_budgets)
+    curves: dict[str, list[Attempt]] = {name: trade_off(graph, name, budgets, console) for name in planners}
     write_csv([plain, *first, *(point for curve in curves.values() for point in curve)], folder / "trade_off.csv")
     plot_trade_off(curves, plain, budget_bytes, folder / "trade_off.png", title)
     plot_timelines([plain, *first], budget_bytes, folder / "timeline.png", title)

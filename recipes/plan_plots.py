@@ -5,6 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from comparison import Attempt
@@ -17,27 +18,35 @@ MARKERS = "osD^v<>Pp*XhH"
 def plot_trade_off(
     curves: Mapping[str, Sequence[Attempt]], plain: Attempt, budget_bytes: int, file: Path, title: str
 ) -> None:
-    """Recomputation overhead over the true peak; a curve ends on the left where its planner finds nothing lower."""
+    """Recomputation overhead over the true peak; a curve ends on the left where its planner finds nothing lower.
+
+    The overhead grows with the square of the height, so that the curves stay apart near the plain step too.
+    """
     assert plain.plan is not None
     unit, name = _unit(plain.plan.peak_bytes)
     figure, axes = _figure(width=8.5)
     for number, (planner, attempts) in enumerate(curves.items()):
         plans = sorted({(a.plan.peak_bytes, a.plan.recompute_overhead) for a in attempts if a.plan is not None})
         if plans:
+            is_ours = planner == "auto"
             axes.plot(
                 [peak / unit for peak, _ in plans],
                 [100 * overhead for _, overhead in plans],
                 marker=MARKERS[number % len(MARKERS)],
                 markersize=4,
-                linewidth=1.2,
+                linewidth=2.4 if is_ours else 1.2,
                 label=f"{planner}, from {plans[0][0] / unit:.2f} {name}",
-                color=f"C{number % 10}",
+                color="black" if is_ours else f"C{number % 10}",
                 linestyle="-" if number < 10 else "--",
+                zorder=3 if is_ours else 2,
             )
     axes.plot(plain.plan.peak_bytes / unit, 0, "k*", markersize=11, label="plain step")
     axes.axvline(budget_bytes / unit, color="tab:red", linestyle=":", label="budget")
     axes.set_xlim(left=0)
+    axes.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
     axes.set_ylim(bottom=0)
+    axes.set_yticks([y for y in (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200) if y < axes.get_ylim()[1]])
+    axes.grid(alpha=0.25)
     axes.set_xlabel(f"true peak of the training step [{name}]")
     axes.set_ylabel("recomputation [% of the plain step]")
     axes.set_title(title)

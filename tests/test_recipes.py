@@ -1,5 +1,6 @@
 """Every recipe runs as a user would run it, at toy size, and its config is one that Hydra can compose."""
 
+import copy
 import csv
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import lightning_remat.conf
-from lightning_remat import PLANNERS, Plan
+from lightning_remat import PLANNERS, Plan, rematerialize
 from modules.classification import Classification
 from modules.outputs import main_and_auxiliary
 from modules.segmentation import middle, pixel_loss
@@ -174,6 +175,20 @@ def test_reduced_networks_are_smaller(name):
     assert sizes[0] < sizes[1] / 5
 
 
+def assert_plan_runs(config, found):
+    """The plan, made on fake tensors and read from its file, runs on real ones with equal gradients."""
+    torch.manual_seed(0)
+    plain = instantiate(config.model, _convert_="all")
+    ours = copy.deepcopy(plain)
+    batch = plan.example(config.batch_size, tuple(config.input_shape), config.num_classes)
+    assert rematerialize(ours, batch, plan=found) is found
+    for network in (plain, ours):
+        torch.manual_seed(1)
+        network(batch).square().sum().backward()
+    gradients = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, plain.grad) for ours, plain in gradients)
+
+
 @pytest.mark.slow
 def test_plan_writes_table_curves_timelines_and_plans(tmp_path, capsys):
     config = composed(
@@ -187,6 +202,7 @@ def test_plan_writes_table_curves_timelines_and_plans(tmp_path, capsys):
     found = Plan.from_json((tmp_path / "plan_periodic.json").read_text())
     assert found.peak_bytes <= found.budget_bytes
     assert found.num_recomputed > 0
+    assert_plan_runs(config, found)
     rows = list(csv.DictReader((tmp_path / "trade_off.csv").read_text().splitlines()))
     assert {row["planner"] for row in rows} == {"keep_all", "periodic"}
     for row in rows:

@@ -10,7 +10,8 @@ from ..graph import Graph
 from ..lowering import apply_liveness, lower_kept
 from ..schedule import Schedule
 from ..simulator import simulate
-from .eviction import evict, pack_step
+from .eviction import evict
+from .eviction_step import pack_step
 from .family import Candidate, fastest_that_fits, trade_off
 
 _NUM_LIMITS = 96

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from .rotor_problem import all_threshold, move_threshold, rest_row, row
+from .rotor_memory import all_threshold, move_threshold, rest_row, row
 from .rotor_slots import slots_of
 
 # Kinds of operation in the arrays of `walk`, and of the entry on its stack that is a state.

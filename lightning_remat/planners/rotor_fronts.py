@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .rotor_problem import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
+from .rotor_memory import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
 
 # A step function is (memory ascending, makespan strictly descending): from memory[i] on, the makespan is seconds[i].
 

@@ -11,7 +11,8 @@ from ..chain import Chain, ChainSequence, Operation, OperationKind, memory_usage
 from ..errors import InfeasibleBudgetError
 from .rotor_backtrack import KINDS, Table, walk
 from .rotor_fronts import fill_fronts
-from .rotor_problem import Problem, build, keep_all_memory, least_memory
+from .rotor_memory import least_memory
+from .rotor_problem import Problem, build, keep_all_memory
 from .rotor_slots import fill_slots
 
 _NO_LIMIT = 1 << 60

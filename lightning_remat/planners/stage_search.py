@@ -15,7 +15,8 @@ from ..simulator import simulate
 from ..stage_lowering import lower_sequence
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
 from .family import fastest_that_fits, infeasible, trade_off
-from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory, least_memory
+from .rotor_memory import least_memory
+from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory
 from .rotor_solver import Steps, Table, front_table, keep_all_sequence, slot_table, steps_at, to_sequence
 
 # Up to so many states the makespans are step functions of exact memory, of at most so many steps.
