@@ -45,8 +45,9 @@ NOTES = {
         "convolutions, that of the paper's 134 vertices does not: here the plain step keeps much more, and more can be "
         "dropped. In VGG19 the lowest peaks are the same in GB, 4.5: no schedule goes below the backward of its second "
         "convolution, whose input, output and both gradients take 0.82 GB each, with the parameters and their "
-        "gradients; but the plain step takes 6.1 GB here for 7.0 in Chainer. Fewer vertices: an in-place ReLU and the "
-        "operation that it overwrites are one."
+        "gradients; but the plain step takes 6.1 GB here for 7.0 in Chainer. Chen's method finds no splitting point "
+        "inside torchvision's dense blocks, each layer of which reads all features before it. Fewer vertices: an "
+        "in-place ReLU and the operation that it overwrites are one."
     ),
     "Table 2": (
         "Without liveness ours are lower than printed: there the gradients of a part stay until its backward ends "
