@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .ambient import buffer_values, scratch_buffers
-from .evaluation import foreign_modules, is_foreign
+from .evaluation import foreign_modules, is_foreign, submodule_at
 from .python_state import PythonState
 from .random_state import Draws
 from .tracer import Operation
@@ -105,7 +105,7 @@ def modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
 def _called(module: nn.Module, operation: Operation) -> Iterator[tuple[str, nn.Module]]:
     for part in operation.parts:
         if part.op == "call_module":
-            yield str(part.target), module.get_submodule(str(part.target))
+            yield str(part.target), submodule_at(module, str(part.target))
 
 
 def _attributes(operation: Operation) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _buffers(module: nn.Module, operation: Operation) -> Iterator[tuple[str, Ten
             yield f"{path}.{name}", buffer
     for name in _attributes(operation):
         path, _, leaf = name.rpartition(".")
-        buffer = module.get_submodule(path)._buffers.get(leaf)
+        buffer = submodule_at(module, path)._buffers.get(leaf)
         if buffer is not None:
             yield name, buffer
 
@@ -137,7 +137,7 @@ def _reads(module: nn.Module, operation: Operation) -> Iterator[_Read]:
                         yield _Read(owner, key, tensor, tensor._version)
     for name in _attributes(operation):
         path, _, leaf = name.rpartition(".")
-        for owner in _owners(module.get_submodule(path)):
+        for owner in _owners(submodule_at(module, path)):
             tensor = owner.get(leaf)
             if tensor is not None:
                 yield _Read(owner, leaf, tensor, tensor._version)
@@ -149,7 +149,7 @@ def _owners(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _only_writes(module: nn.Module, operation: Operation, name: str) -> bool:
     """Whether the result cannot depend on the buffer: batch norm in training only writes its statistics."""
-    owner = module.get_submodule(name.rpartition(".")[0])
+    owner = submodule_at(module, name.rpartition(".")[0])
     return isinstance(owner, _NormBase) and owner.training and name in operation.mutates
 
 
