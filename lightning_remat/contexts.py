@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from .ambient import Ambient
+from .fingerprint import note_attributes, watched_attributes
 
 # torch does not type what this file takes the place of while it traces.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -80,9 +81,11 @@ class ContextualTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a run with gradients, whatever the caller's mode."""
-        with torch.enable_grad(), self._watched():
+        with torch.enable_grad(), self._watched(), watched_attributes() as read:
             self._surroundings = _surroundings()
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
+        note_attributes(graph, root, read)
+        return graph
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """As in fx, with the contexts in the node's `meta`."""
@@ -100,6 +103,12 @@ class ContextualTracer(fx.Tracer):
         if self._autocasts or not self._is_grad_enabled:
             node.meta[_KEY] = Contexts(self._is_grad_enabled, self._autocasts)
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        """As in fx, which would keep a generator as an attribute of the module."""
+        if isinstance(a, torch.Generator):
+            raise RuntimeError("it draws from a generator of its own, whose state a recomputation would not find")
+        return super().create_arg(a)
 
     @contextmanager
     def _watched(self) -> Generator[None, None, None]:

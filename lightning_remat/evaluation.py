@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
 from .contexts import CustomFunction, entered, has_contexts
-from .hooks import has_hooks, silenced_hooks
+from .hooks import has_hooks, noted_hooks, silenced_hooks
 from .tracer import Operation
 
 Fetch = Callable[[fx.Node], Any]
@@ -57,9 +57,7 @@ def _call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> A
         return getattr(args[0], target)(*args[1:], **kwargs)
     assert n.op == "call_module", n.op
     submodule = submodule_at(module, target)
-    if is_first:
-        return submodule(*args, **kwargs)
-    with silenced_hooks(submodule):
+    with noted_hooks(submodule) if is_first else silenced_hooks(submodule):
         return submodule(*args, **kwargs)
 
 

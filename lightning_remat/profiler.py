@@ -18,6 +18,7 @@ from .cost_model import CostCounter
 from .evaluation import attribute, call, detached, evaluate
 from .gradient_probe import GradientProbe, SavedStore
 from .graph import Graph, Node
+from .hooks import silenced_tensor_hooks
 from .meter import measure_growth, tensor_storage
 from .python_state import PythonState
 from .random_state import RandomState
@@ -59,6 +60,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, **kwargs: Any) -
             stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
         stack.callback(PythonState(traced.module).put_back)
         stack.enter_context(buffers_apart(traced.module))
+        stack.enter_context(silenced_tensor_hooks(traced.module))
         stack.enter_context(torch.enable_grad())
         values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
         profiler = _Profiler(traced, values, is_fake=fake is not None)

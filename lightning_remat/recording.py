@@ -74,13 +74,15 @@ def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[f
         fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
         with mode, _reparametrize_module(module, fakes):
             return _Recorder(module, graph).record([mode.from_tensor(t) for t in tensors])
+    except TraceError:
+        raise
     except Exception as error:  # code that needs values: numpy, .item(), a custom kernel without a fake version
         logger.info("%s needs real values to be captured: %s", type(module).__name__, error)
         devices = list({t.device for t in tensors if t.device.type == "cuda"})
         with torch.random.fork_rng(devices), buffers_apart(module):  # pyright: ignore[reportUnknownMemberType]
             try:
                 return _Recorder(module, graph).record([t.detach() for t in tensors])
-            except (MemoryError, torch.OutOfMemoryError):
+            except (TraceError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 raise TraceError(
@@ -126,6 +128,11 @@ class WriteWatch(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
+        if any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values())):
+            raise TraceError(
+                f"{func} draws from a generator of its own, whose state a recomputation would not find. Remedy: draw "
+                "from the default generator, or leave the submodule out (modules=...)"
+            )
         if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
             for statistic in args[3:5]:
                 if isinstance(statistic, Tensor):

@@ -19,6 +19,7 @@ from .footprint import tensors_in
 from .planner import Plan
 from .planner import plan as make_plan
 from .profiler import profile
+from .refusals import reason_against
 from .region_rewriter import rewrite_regions
 from .rewriter import Rewriting, checked_program, install
 from .schedule import Schedule
@@ -118,7 +119,9 @@ def _log(module: nn.Module, plan: Plan) -> None:
 
 
 def _check_rewritable(module: nn.Module) -> None:
-    """Refuses a forward that is not the class's own; warns where the rewriting would have no effect."""
+    """Refuses what cannot be rewritten; warns where the rewriting would have no effect."""
+    if (reason := reason_against(module)) is not None:
+        raise ValueError(f"cannot rematerialize: {reason}")
     if "forward" in vars(module):
         raise ValueError(
             f"{type(module).__name__}.forward has been replaced on this instance, by {module.forward!r}, which would "

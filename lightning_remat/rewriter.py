@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from torch.utils._pytree import tree_flatten
 from .executor import run_forward
 from .planner import Plan
 from .program import Program, compile_schedule
-from .tracer import TracedModule, training_flags
+from .refusals import is_captured
+from .tracer import TracedModule
 
 _STATE = "_rematerialization"
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 def checked_program(traced: TracedModule, plan: Plan) -> Program:
@@ -44,12 +47,13 @@ class _Rewritten:
 
     program: Program | None
     plan: Plan | None
+    run: Callable[..., Any] | None
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
 
     def __reduce__(self) -> Any:
-        return _Rewritten, (None, None)
+        return _Rewritten, (None, None, None)
 
 
 def install(module: nn.Module, program: Program, plan: Plan) -> None:
@@ -61,13 +65,25 @@ def install(module: nn.Module, program: Program, plan: Plan) -> None:
 
 def forced(module: nn.Module, program: Program, plan: Plan) -> None:
     """Puts the program in the place of the module's forward even if it recomputes nothing, to measure its cost."""
-    _put(module, _Rewritten(program, plan))
+    _put(module, _Rewritten(program, plan, _uncompiled()))
 
 
 def _put(module: nn.Module, state: _Rewritten) -> None:
     vars(module)[_STATE] = state
     if state.program is not None:
-        module.forward = types.MethodType(forward, module)
+        _bind(module)
+
+
+def _bind(module: nn.Module) -> None:
+    module.forward = types.MethodType(forward, module)
+    vars(module)[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """What `DataParallel` runs on each device: a shallow copy, whose forward must be its own."""
+    replica = type(self)._replicate_for_data_parallel(self)  # pyright: ignore[reportPrivateUsage]
+    _bind(replica)
+    return replica
 
 
 def install_regions(module: nn.Module, programs: Mapping[str, Program], plan: Plan) -> None:
@@ -82,7 +98,7 @@ def install_regions(module: nn.Module, programs: Mapping[str, Program], plan: Pl
     restore(module)
     for name, program in programs.items():
         install(module.get_submodule(name), program, plan.step.plans[name])
-    vars(module)[_STATE] = _Rewritten(None, plan)
+    vars(module)[_STATE] = _Rewritten(None, plan, None)
 
 
 def restore(module: nn.Module) -> None:
@@ -90,6 +106,7 @@ def restore(module: nn.Module) -> None:
     for m in module.modules():
         if vars(m).pop(_STATE, None) is not None:
             vars(m).pop("forward", None)
+            vars(m).pop(_REPLICATE, None)
 
 
 def current_plan(module: nn.Module) -> Plan | None:
@@ -132,18 +149,26 @@ class Rewriting:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a rewritten module."""
+    """The forward of a rewritten module; `torch.compile` leaves it as it is."""
+    return vars(self)[_STATE].run(self, *args, **kwargs)
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: _Rewritten | None = vars(self).get(_STATE)
     original = type(self).forward
-    if state is None or state.program is None or not self.training or not torch.is_grad_enabled():
+    is_plain = state is None or state.program is None or not self.training or not torch.is_grad_enabled()
+    if is_plain or is_captured():
         return original(self, *args, **kwargs)
+    assert state is not None
+    assert state.program is not None
     leaves, spec = tree_flatten((args, kwargs))
     traced = state.program.traced
-    reason = None
     if spec != traced.call_spec or not _same_constants(leaves, traced.call_leaves):
         reason = "its arguments are not those that were traced"
-    elif training_flags(self) != traced.training:
-        reason = "the training flags of its submodules have changed"
+    elif torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
+    else:
+        reason = traced.fingerprint.difference(self)
     if reason is not None:
         warnings.warn(
             f"{type(self).__name__} runs without rematerialization because {reason}; call rematerialize again",
@@ -151,6 +176,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         )
         return original(self, *args, **kwargs)
     return run_forward(state.program, self, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+@functools.cache
+def _uncompiled() -> Callable[..., Any]:
+    """`_forward` for a module that is part of a compiled one: there it runs as it is."""
+    reason = "a rematerialized module runs by its schedule, which no compiler keeps; compile submodules instead"
+    return cast(Any, torch.compiler).disable(_forward, reason=reason)
 
 
 def _same_constants(leaves: list[Any], traced: tuple[Any, ...]) -> bool:

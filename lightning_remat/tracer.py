@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .capture import capture
 from .errors import TraceError
+from .fingerprint import Fingerprint
 from .fusion import group
 from .recording import Record, record
 
@@ -53,7 +54,7 @@ class TracedModule:
         producer: The operation that makes each fx node's value.
         call_spec: Structure of the call's arguments.
         call_leaves: The call's flattened arguments: None for a tensor, else the constant that was traced in.
-        training: The training flag of every submodule as traced.
+        fingerprint: What the module's Python was like.
         reasons: For each submodule that is one operation because it cannot be traced: which, why, and where.
     """
 
@@ -65,7 +66,7 @@ class TracedModule:
     producer: dict[fx.Node, int]
     call_spec: TreeSpec
     call_leaves: tuple[Any, ...]
-    training: tuple[bool, ...]
+    fingerprint: Fingerprint
     reasons: tuple[str, ...] = ()
 
     @property
@@ -111,14 +112,9 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         producer,
         spec,
         tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        training_flags(module),
+        Fingerprint.of(module, graph),
         reasons,
     )
-
-
-def training_flags(module: nn.Module) -> tuple[bool, ...]:
-    """The training flag of every submodule."""
-    return tuple(m.training for m in module.modules())
 
 
 def _refuse_foreign_writes(module: nn.Module, graph: fx.Graph, records: dict[fx.Node, Record]) -> None:

@@ -1,0 +1,52 @@
+"""Modules whose forward must not be rewritten, and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+from torch.jit._trace import is_tracing
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore
+
+REMEDIES = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "rematerialize the module inside, wrapped or not",
+    "torch.nn.parallel.data_parallel.DataParallel": "rematerialize the module inside, before wrapping",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "its parameters are only there during its own forward and backward; rematerialize with DistributedDataParallel"
+    ),
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": (
+        "its parameters are only there during its own forward and backward; rematerialize with DistributedDataParallel"
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": "rematerialize the module that was compiled (module._orig_mod) instead",
+    "torch.jit._script.ScriptModule": "rematerialize the module before it is compiled by torch.jit",
+}
+"""Classes by their dotted names, so that none has to be imported, and what to do instead."""
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Why the module cannot be rewritten, with the remedy, or None."""
+    for path, submodule in cast(Iterable[tuple[str, nn.Module]], module.named_modules()):
+        what = f"{type(submodule).__name__} ({path})" if path else type(submodule).__name__
+        for name, remedy in REMEDIES.items():
+            if (not path or "fsdp" in name) and _is_instance(submodule, name):
+                return f"{what} is a {name.rpartition('.')[2]}. Remedy: {remedy}"
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            return f"the parameter {name} has no shape yet. Remedy: run the module once"
+        if type(parameter.data).__module__.startswith("torch.distributed"):
+            return f"the parameter {name} is a {type(parameter.data).__name__}, spread over processes"
+    return None
+
+
+def _is_instance(module: nn.Module, name: str) -> bool:
+    file, _, kind = name.rpartition(".")
+    loaded = sys.modules.get(file)
+    return loaded is not None and isinstance(module, getattr(loaded, kind, ()))
+
+
+def is_captured() -> bool:
+    """Whether the code that asks runs for `torch.export` or `torch.jit.trace`, which want the plain forward."""
+    return torch.compiler.is_exporting() or is_tracing()

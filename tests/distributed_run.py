@@ -1,0 +1,140 @@
+"""One rank of two on the CPU, started by test_distributed.py: a plain and a rewritten run, compared bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rewriting import rewrite
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_remat import executor, rematerialize
+
+
+class Skips(nn.Module):
+    """Layers of which the second half is left out every other step; the rank decides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
+        )
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return self.left(y).sigmoid(), self.right(y).sigmoid()
+
+
+def steps(module: nn.Module, accumulate: int, *, all_outputs: bool) -> list[Tensor]:
+    """Gradients and buffers of three steps of SGD under DDP."""
+    torch.manual_seed(100 + dist.get_rank())
+    batches = [torch.randn(6, 8) for _ in range(3 * accumulate)]
+    ddp = DistributedDataParallel(module, find_unused_parameters=not all_outputs, bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    found: list[Tensor] = []
+    for k, batch in enumerate(batches):
+        last = (k + 1) % accumulate == 0
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            outputs = ddp(batch)
+            loss = sum(o.square().sum() for o in outputs) if all_outputs else outputs[k % 2].square().sum()
+            loss.backward()
+        if last:
+            found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            found += [b.clone() for b in module.buffers()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, torch.get_rng_state()]
+
+
+def compare(**options: Any) -> None:
+    torch.manual_seed(1)
+    plain = Skips()
+    ours = copy.deepcopy(plain)
+    rewrite(ours, (), torch.randn(6, 8))
+    runs = 0
+    evaluate = executor.evaluate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return evaluate(*args, **kwargs)
+
+    expected = steps(plain, **options)
+    executor.evaluate = counted
+    found = steps(ours, **options)
+    executor.evaluate = evaluate
+    assert runs > 3 * 20, runs
+    assert len(expected) == len(found)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), options
+
+
+def sync_batch_norm() -> None:
+    """On the CPU the plain module refuses to run in a group; so does the rewritten one, with the same words."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Sigmoid())
+    messages = []
+    for rewritten in (False, True):
+        try:
+            if rewritten:
+                rewrite(module, (), torch.randn(6, 8))
+            module(torch.randn(6, 8)).sum().backward()
+            messages.append("ran")
+        except ValueError as error:
+            messages.append(str(error))
+    assert "SyncBatchNorm expected input tensor to be on GPU" in messages[0], messages
+    assert messages[0] in messages[1], messages
+
+
+def fully_shard_is_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = Skips()
+    fully_shard(sharded.body[1])
+    fully_shard(sharded)
+    before = set(vars(sharded))
+    with pytest.raises(ValueError, match=r"FSDPModule.*Remedy"):
+        rematerialize(sharded, torch.randn(6, 8), memory_budget="90%")
+    assert set(vars(sharded)) == before
+    later = Skips()
+    rewrite(later, (), torch.randn(6, 8))
+    fully_shard(later)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sum(o.sum() for o in later(torch.randn(6, 8))).backward()
+    assert any("runs without rematerialization" in str(w.message) for w in caught), [str(w.message) for w in caught]
+    assert all(p.grad is not None for p in later.parameters())
+
+
+def ddp_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"DistributedDataParallel.*Remedy"):
+        rematerialize(DistributedDataParallel(Skips()), torch.randn(6, 8), memory_budget="90%")
+
+
+RUNS: dict[str, Callable[[], None]] = {
+    "plain": lambda: compare(accumulate=1, all_outputs=True),
+    "no_sync": lambda: compare(accumulate=3, all_outputs=True),
+    "unused": lambda: compare(accumulate=1, all_outputs=False),
+    "sync_batch_norm": sync_batch_norm,
+    "fully_shard": fully_shard_is_refused,
+    "ddp": ddp_itself_is_refused,
+}
+
+
+def main(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for name, run in RUNS.items():
+        run()
+        print(name, "ok", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
