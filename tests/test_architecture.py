@@ -15,9 +15,9 @@ PURE_HALF = {
 }  # fmt: skip
 TORCH_HALF = {
     "ambient", "capture", "conditions", "contexts", "cost_model", "device_memory", "evaluation", "executor",
-    "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program", "python_state",
-    "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions", "rematerializer", "rewriter",
-    "saved_tensors", "step_run", "stopwatch", "tracer",
+    "fingerprint", "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program",
+    "python_state", "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions",
+    "rematerializer", "rewriter", "saved_tensors", "step_run", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 
