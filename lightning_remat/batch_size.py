@@ -32,7 +32,7 @@ _LARGEST_SIZE = 1 << 20
 _OUT_OF_MEMORY = 1 << 62
 
 
-def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
+def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Result, list[nn.Module]]:
     """The batch size and plan that the settings ask for, executed within the budget, and the modules rewritten by it.
 
     Bytes and seconds of every size come from a profile (two where several sizes are in question); the planner is
@@ -40,16 +40,24 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
     Where the measured peak exceeds the budget, the model is corrected by the difference and the search goes on; it
     never returns what it did not execute, and runs at most `MOST_STEPS` real steps.
 
+    Args:
+        trial: The training step.
+        settings: What is asked for.
+        lowest: Whether the lowest peak of the smallest size is wanted, whatever the budget.
+
     Raises:
         InfeasibleBudgetError: Nothing fits. Nothing is installed then, as on any other error.
     """
     sizes = sizes_to_consider(trial, settings)
-    model = _model(trial, sizes)
+    model = _model(trial, sizes, settings)
     if settings.memory_budget is None and trial.device.type == "cpu":
         _warm_up(model, settings)
     free_bytes, total_bytes = device_memory(trial.device)
     free_bytes = trial.least(free_bytes + trial.alive_bytes())
     search = CandidateSearch(trial.batch_size, settings, sizes, model, free_bytes, trial.least(total_bytes))
+    search.model = _refined(trial, search)
+    if lowest:
+        trial.share(search.settle_for_lowest)
     good: Result | None = None
     num_steps = measured = 0
     executed: dict[int, int] = {}
@@ -65,7 +73,7 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
             break
         num_steps += STEPS_PER_TRIAL
         try:
-            modules, measured = _execute(trial, size, step)
+            modules, measured = _execute(trial, size, step, settings)
         except ValueError as error:
             if is_too_small_for_batch_norm(error) and size != search.sizes[-1]:
                 logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
@@ -78,13 +86,15 @@ def find(trial: Trial, settings: Settings) -> tuple[Result, list[nn.Module]]:
             continue
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
-            search.correct(measured - step.predicted_peak_bytes, size)
-        if measured <= choice.budget_bytes:
+            # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
+            search.correct(measured - max(step.timeline.memory_bytes), size)
+        if measured <= choice.budget_bytes or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             plain = search.plain_peak(size)
-            result = Result(size, choice.budget_bytes, step, measured, plain, trials, num_steps, choice.reason)
+            budget = max(measured, choice.budget_bytes)
+            result = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason)
             could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
-            if good is not None or not could_improve:
+            if lowest or good is not None or not could_improve:
                 return result, modules
             good = result
         uninstall(modules)
@@ -105,12 +115,12 @@ def _rewritten(trial: Trial, size: int, step: StepPlan) -> list[nn.Module]:
     return [call.module for call in calls]
 
 
-def _execute(trial: Trial, size: int, step: StepPlan) -> tuple[list[nn.Module], int]:
+def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tuple[list[nn.Module], int]:
     """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it."""
     modules: list[nn.Module] = []
     try:
         modules = _rewritten(trial, size, step)
-        measured = trial.measure(size)
+        measured = trial.measure(size, with_scratch=settings.counts_scratch)
     except BaseException as error:
         uninstall(modules)
         if not is_out_of_memory(error):
@@ -133,19 +143,28 @@ def _warm_up(model: StepModel, settings: Settings) -> None:
             plan(graph, 0, settings.planner)
 
 
-def lowest_peak(settings: Settings, error: InfeasibleBudgetError) -> Settings:
-    """The settings that ask for what is possible: the smallest size allowed, at hardly more than its lowest peak."""
-    size = settings.batch_size
-    if size == "auto":
-        size = -(-settings.min_batch_size // settings.multiple_of) * settings.multiple_of
-    return replace(settings, batch_size=size, memory_budget=int(error.minimum_bytes * 1.02), max_overhead=None)
+def _model(trial: Trial, sizes: Sequence[int], settings: Settings) -> StepModel:
+    if len(sizes) > 1:
+        large = max(4, min(trial.batch_size, _LARGEST_PROFILE))
+        sizes = (large // 2, large)
+    return model_step(trial, sizes, with_scratch=settings.counts_scratch)
 
 
-def _model(trial: Trial, sizes: Sequence[int]) -> StepModel:
-    if len(sizes) == 1:
-        return model_step(trial, sizes)
-    large = max(4, min(trial.batch_size, _LARGEST_PROFILE))
-    return model_step(trial, (large // 2, large))
+def _refined(trial: Trial, search: CandidateSearch) -> StepModel:
+    """The model, profiled at larger sizes where the loader's is small and the plain step of larger ones fits.
+
+    Next to nothing is measured at a batch of two but what it costs to call an operation.
+    """
+    line = search.model.line
+    if line is None:
+        return search.model
+    large = line.large
+    while large < min(_LARGEST_PROFILE, search.sizes[-1]) and search.plain_peak(2 * large) <= search.budget(2 * large):
+        large *= 2
+    large = trial.least(large)
+    if large == line.large:
+        return search.model
+    return model_step(trial, (large // 2, large), with_scratch=search.settings.counts_scratch)
 
 
 def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:

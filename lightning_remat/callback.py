@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from .batch_search.batch_resizing import batch_size_of, has_batch_dimension
 from .batch_search.out_of_memory import is_out_of_memory
 from .batch_search.trial import install, uninstall
-from .batch_size import find, lowest_peak
+from .batch_size import find
 from .budget import Budget
 from .errors import InfeasibleBudgetError
 from .footprint import optimizer_tensors, tensors_in
@@ -155,7 +155,7 @@ class Rematerialization(Callback):
                     rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
                     return
                 rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
-                result, modules = find(trial, lowest_peak(self.settings, error))
+                result, modules = find(trial, self.settings, lowest=True)
         self._undo.append(lambda: uninstall(modules))
         if self.settings.self_check and (difference := find_difference(trial, result.step, modules)) is not None:
             uninstall(modules)

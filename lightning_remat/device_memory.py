@@ -9,6 +9,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from .resident_memory import release_unused
+
 
 class DeviceMemory(NamedTuple):
     """Bytes of a device.
@@ -23,18 +25,21 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device; on the CPU the least of the machine's, the control group's and the address space's.
+    """The memory of a device, and what of it is free for this process.
 
-    The last is what `RLIMIT_AS` leaves to the process.
+    On CUDA not more than the process's fraction (`torch.cuda.set_per_process_memory_fraction`); on the CPU the least of
+    the machine's memory, of what its control groups allow, and of what `RLIMIT_AS` leaves of the address space.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return DeviceMemory(free + unused, total)
+        allocated = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - allocated
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return DeviceMemory(min(free, max(0, allowed - allocated)), min(total, allowed))
+    release_unused()
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    limit, used = _control_group()
-    if limit is not None:
+    for limit, used in control_group_limits():
         total, free = min(total, limit), min(free, max(0, limit - used))
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
@@ -42,14 +47,34 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(free, total)
 
 
-def _control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
-    """Limit and use of the process's control group, version 2 or 1; a limit of None where there is none."""
-    for limit_file, use_file in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
-    ):
-        if limit_file.exists() and use_file.exists():
-            limit = limit_file.read_text().strip()
-            if limit.isdigit() and int(limit) < 1 << 60:
-                return int(limit), int(use_file.read_text())
-    return None, 0
+_UNLIMITED = 1 << 60
+"""Version 1 writes the largest number of pages for no limit."""
+
+
+def control_group_limits(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, use) in bytes of every control group above the process that limits memory, of version 2 or 1.
+
+    Args:
+        root: Where the control groups are mounted.
+        groups: Names the groups of the process, one hierarchy a line.
+    """
+    found: list[tuple[int, int]] = []
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit_name, use_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount, limit_name, use_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        # In a container the mount's root is the container's own group, and the path that is named may not exist there.
+        for folder in dict.fromkeys([group, *group.parents, mount]):
+            limit_file, use_file = folder / limit_name, folder / use_name
+            if folder.is_relative_to(mount) and limit_file.exists() and use_file.exists():
+                limit = limit_file.read_text().strip()
+                if limit.isdigit() and int(limit) < _UNLIMITED:
+                    found.append((int(limit), int(use_file.read_text())))
+    return found

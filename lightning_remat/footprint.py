@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from .meter import measure_peak, tensor_storage
 from .regions import Call
+from .stopwatch import Stopwatch
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -40,13 +41,24 @@ def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tenso
     return [t for optimizer in optimizers for t in tensors_in(list(cast(Any, optimizer.state).values()))]
 
 
+class OptimizerFootprint(NamedTuple):
+    """What the optimizers cost.
+
+    Attributes:
+        state_bytes: Their states.
+        step_bytes: The peak of their steps, with parameters, buffers and gradients.
+        step_seconds: Duration of their steps.
+    """
+
+    state_bytes: int
+    step_bytes: int
+    step_seconds: float
+
+
 def optimizer_footprint(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
-) -> tuple[int, int]:
-    """(bytes of the optimizers' state, peak of their steps with parameters, buffers and gradients).
-
-    Found by a step on gradients of zero; the caller restores what it changes.
-    """
+) -> OptimizerFootprint:
+    """What the optimizers cost, found by steps on gradients of zero; the caller restores what they change."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
@@ -57,7 +69,11 @@ def optimizer_footprint(
         with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
         step_bytes = max(step_bytes, measured.peak_bytes)
-    return storage_bytes(optimizer_tensors(optimizers)), step_bytes
+    watch = Stopwatch(device)
+    with watch:  # not the first step, which makes the states
+        for optimizer in optimizers:
+            cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
+    return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
 
 
 def _zero_loss() -> Tensor:

@@ -12,20 +12,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .resident_memory import ResidentGrowth
+
 
 class Peak:
     """What a measurement found, final once the block has ended.
 
     Attributes:
         peak_bytes: The most memory alive at any moment of the block.
+        start_bytes: What was alive before it.
     """
 
     peak_bytes: int = 0
+    start_bytes: int = 0
 
 
 @contextmanager
 def measure_peak(
-    device: torch.device | str | None = None, include: Iterable[Tensor | nn.Module] = ()
+    device: torch.device | str | None = None,
+    include: Iterable[Tensor | nn.Module] = (),
+    *,
+    with_scratch: bool = False,
 ) -> Generator[Peak, None, None]:
     """Measures the peak memory of a block of code.
 
@@ -41,6 +48,8 @@ def measure_peak(
     Args:
         device: Where the block allocates; None stands for the CPU and for fake tensors of any device.
         include: Tensors alive from the start; a module stands for its parameters, their gradients and its buffers.
+        with_scratch: Whether all counts that the device must have for the block: on the CPU what kernels use beside
+            tensors, as far as the system tells; on CUDA what the allocator reserves, fragmentation included.
 
     Yields:
         A `Peak`, whose `peak_bytes` is set when the block ends.
@@ -49,47 +58,48 @@ def measure_peak(
     if device is not None and torch.device(device).type == "cuda":
         device = torch.device(device)
         torch.cuda.synchronize(device)
+        if with_scratch:
+            torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        measured.start_bytes = torch.cuda.memory_allocated(device)
         try:
             yield measured
         finally:
             torch.cuda.synchronize(device)
-            measured.peak_bytes = torch.cuda.max_memory_allocated(device)
+            most = torch.cuda.max_memory_reserved if with_scratch else torch.cuda.max_memory_allocated
+            measured.peak_bytes = most(device)
         return
     meter = StorageMeter()
     for tensor in _tensors(include):
         meter.add(tensor)
+    measured.start_bytes = meter.alive_bytes
+    resident = ResidentGrowth() if with_scratch else None
     try:
         with meter:
             yield measured
     finally:
         measured.peak_bytes = meter.finish()
+        if resident is not None:
+            measured.peak_bytes = max(measured.peak_bytes, measured.start_bytes + resident.finish())
 
 
 @contextmanager
-def measure_growth(device: torch.device, include: Iterable[Tensor] = ()) -> Generator[Peak, None, None]:
+def measure_growth(
+    device: torch.device, include: Iterable[Tensor] = (), *, with_scratch: bool = False
+) -> Generator[Peak, None, None]:
     """Measures by how much the memory of a block exceeds what was alive at its start, at most.
 
     Args:
         device: Where the block allocates; for fake tensors the CPU.
         include: Tensors alive at the start that may die inside; only needed where storages are counted.
+        with_scratch: See `measure_peak`.
 
     Yields:
         A `Peak`, whose `peak_bytes` is the growth.
     """
-    if device.type == "cuda":
-        start = torch.cuda.memory_allocated(device)
-        with measure_peak(device) as measured:
-            yield measured
-        measured.peak_bytes -= start
-        return
-    measured, meter = Peak(), StorageMeter()
-    for tensor in include:
-        meter.add(tensor)
-    start = meter.alive_bytes
-    with meter:
+    with measure_peak(device, include, with_scratch=with_scratch) as measured:
         yield measured
-    measured.peak_bytes = meter.finish() - start
+    measured.peak_bytes -= measured.start_bytes
 
 
 def _tensors(include: Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .evaluation import attribute, call, detached, evaluate
 from .gradient_probe import GradientProbe, SavedStore
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
-from .meter import measure_growth, tensor_storage
+from .meter import Peak, measure_growth, tensor_storage
 from .python_state import PythonState
 from .random_state import RandomState
 from .recording import buffers_apart
@@ -28,7 +28,7 @@ from .stopwatch import Stopwatch
 from .tracer import TracedModule
 
 
-def profile(traced: TracedModule, *args: Any, repeats: int = 5, **kwargs: Any) -> Graph:
+def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bool = False, **kwargs: Any) -> Graph:
     """The traced operations with their costs on these inputs.
 
     Every operation runs alone, its backward right after its forward, so that no more memory is alive than a forward
@@ -40,6 +40,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, **kwargs: Any) -
         traced: What `trace` returned; its module, buffers, gradients, random states and flags stay as they are.
         *args: Inputs of the sizes to profile.
         repeats: Timed passes over the operations; fewer where they take longer than ten seconds.
+        with_scratch: Whether workspaces on the CPU include the memory that kernels use beside tensors.
         **kwargs: Keyword inputs.
 
     Returns:
@@ -63,7 +64,11 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, **kwargs: Any) -
         stack.enter_context(silenced_tensor_hooks(traced.module))
         stack.enter_context(torch.enable_grad())
         values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
-        profiler = _Profiler(traced, values, is_fake=fake is not None)
+        profiler = _Profiler(traced, values, is_fake=fake is not None, with_scratch=with_scratch)
+        if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
+            for n in range(len(traced.operations)):
+                profiler.measure(n)
+            profiler.start_over()
         nodes = tuple(profiler.measure(n) for n in range(len(traced.operations)))
         if fake is None:
             nodes = profiler.timed(nodes, repeats)
@@ -102,14 +107,18 @@ def _logical_bytes(tensors: Iterable[Tensor]) -> int:
 class _Profiler:
     """Goes through the operations in order; holds the values that later ones still read."""
 
-    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool) -> None:
+    def __init__(
+        self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool, with_scratch: bool
+    ) -> None:
         self.traced, self.given = traced, values
-        self._start_over()
+        self.start_over()
         self.module, self.operations = traced.module, traced.operations
         tensors = list(values.values())
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         owned = [*self.module.parameters(), *self.module.buffers(), *tensors]
         self.metered_device = torch.device("cpu") if is_fake else self.device
+        # CUDA's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
+        self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
         self.external = {key for t in owned if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self.last_reader: dict[fx.Node, int] = {}
@@ -118,7 +127,7 @@ class _Profiler:
             self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
             self.gradient_owner |= dict.fromkeys((id(t) for t in self._own_tensors(n)), n)
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
         self.values = dict(self.given)
         self.constants_pending = list(self.traced.constants)
@@ -141,7 +150,7 @@ class _Profiler:
         self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         counter = CostCounter(self.device)
-        with measure_growth(self.metered_device) as growth, counter:
+        with self._growth() as growth, counter:
             values, store = self._run(n, inputs)
         leaves = tensors_of(values)
         self.leaves[n] = [Leaf.of(t) for t in leaves]
@@ -183,7 +192,7 @@ class _Profiler:
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
         probe = GradientProbe(tensors_of(values), targets)
-        with measure_growth(self.metered_device) as growth, CostCounter(self.device) as counter:
+        with self._growth() as growth, CostCounter(self.device) as counter:
             probe.run()
         gradients = probe.gradients
         fresh = {
@@ -224,11 +233,14 @@ class _Profiler:
         read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
         going = [t for t in (*store.tensors, *tensors_of(values)) if storage_key(t) not in read]
         del values
-        with measure_growth(self.metered_device, include=going) as growth:
+        with self._growth(going) as growth:
             going.clear()
             store.hand_over()
             probe.run()
         return growth.peak_bytes
+
+    def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
+        return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
 
     def _targets(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[tuple[Tensor, int]], list[Tensor]]:
         """Tensors with gradients: those that operations made, with their producer, and parameters and inputs."""
@@ -277,7 +289,7 @@ class _Profiler:
         for k in range(repeats):
             if k and time.perf_counter() - start > _TIMING_SECONDS:
                 break
-            self._start_over()
+            self.start_over()
             seconds = [self._time(n) for n in range(len(nodes))]
             best = [(min(f, g), min(b, c)) for (f, b), (g, c) in zip(best, seconds, strict=True)]
         return tuple(replace(n, forward_seconds=f, backward_seconds=b) for n, (f, b) in zip(nodes, best, strict=True))

@@ -19,7 +19,7 @@ class Candidate:
         plain_peak_bytes: Predicted peak of the step without recomputation.
         predicted_peak_bytes: Predicted peak of the planned step; of the lowest one where none fits.
         recompute_overhead: Seconds of recomputation as a fraction of the plain step's; None where none fits.
-        samples_per_second: Predicted throughput by the plan; None where none fits.
+        samples_per_second: Predicted throughput by the plan, of regions and optimizer; None where none fits.
         plain_samples_per_second: Predicted throughput without recomputation, whether it fits or not.
         fits: Whether a plan stays within the budget and the other limits.
         reason: Why not, where it does not.

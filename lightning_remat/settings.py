@@ -94,6 +94,14 @@ class Settings:
                     f"effective_batch_size is {self.effective_batch_size}, no multiple of batch_size={self.batch_size}"
                 )
 
+    @property
+    def counts_scratch(self) -> bool:
+        """Whether the budget is memory of the machine, of which the kernels' scratch memory takes its part.
+
+        A budget in bytes or of the plain peak is one of tensors on the CPU, and so the same on every machine.
+        """
+        return self.memory_budget is None or isinstance(self.memory_budget, float)
+
     def without_effect(self) -> list[str]:
         """Names of settings that were given and do nothing beside the others."""
         defaults = Settings(planner=self.planner)

@@ -20,6 +20,7 @@ class Surroundings:
         optimizer_step_bytes: The peak of the optimizer's own step.
         is_accumulating: Whether gradients stay alive during the backward (accumulation over several batches).
             Otherwise those of the step before are alive in the forward and zeroed before the backward.
+        seconds: Duration of the optimizer's step, a batch's part of it where several batches share one.
         correction_bytes: What a measured step needed beyond the prediction (loss, metrics, rounding); may be negative.
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
     """
@@ -27,6 +28,7 @@ class Surroundings:
     resident_bytes: int
     optimizer_step_bytes: int
     is_accumulating: bool = False
+    seconds: float = 0.0
     correction_bytes: int = 0
     is_alone: bool = False
 

@@ -17,7 +17,7 @@ TORCH_HALF = {
     "ambient", "capture", "conditions", "contexts", "cost_model", "device_memory", "evaluation", "executor",
     "fingerprint", "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program",
     "python_state", "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions",
-    "rematerializer", "rewriter", "saved_tensors", "step_run", "stopwatch", "tracer",
+    "rematerializer", "resident_memory", "rewriter", "saved_tensors", "step_run", "stopwatch", "tracer",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

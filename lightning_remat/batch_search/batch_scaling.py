@@ -106,4 +106,5 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         resident_bytes=line.through(small.resident_bytes, large.resident_bytes)(size),
         optimizer_step_bytes=line.through(small.optimizer_step_bytes, large.optimizer_step_bytes)(size),
         is_accumulating=large.is_accumulating,
+        seconds=line.seconds(small.seconds, large.seconds, size),
     )

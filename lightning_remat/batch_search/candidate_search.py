@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..budget import format_bytes, parse_budget
@@ -16,6 +16,9 @@ from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12
 _TIGHTER = 0.7
+_ABOVE_LOWEST = 1.02
+"""Of the lowest peak; a planner that has a little room is far faster than one at its floor."""
+
 _MOST_QUESTIONS = 3
 """Sizes near the largest for which the planner is asked; a thorough planner takes seconds for each."""
 
@@ -80,7 +83,7 @@ class CandidateSearch:
             return self.trials[size].fits
         graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
         plain = plain_timeline(self.model.keys, graphs, around)
-        plain_rate = size / max(sum(plain.seconds), 1e-12)
+        plain_rate = size / max(sum(plain.seconds) + around.seconds, 1e-12)
         budget = int(self.budget(size) * self.tight)
         step = None if plain.peak_bytes <= budget else self._pooled(size)
         needed: int | None = None
@@ -108,7 +111,7 @@ class CandidateSearch:
         overhead, limit = step.recompute_overhead, self.settings.max_overhead
         fits = limit is None or overhead <= limit
         reason = "" if fits else f"overhead above {limit:.0%}"
-        rate = size / max(step.seconds, 1e-12)
+        rate = size / max(step.seconds + step.surroundings.seconds, 1e-12)
         peak = step.predicted_peak_bytes
         self.trials[size] = Candidate(size, plain_peak_bytes, peak, overhead, rate, plain_rate, fits, reason)
         self.steps[size] = step
@@ -125,6 +128,16 @@ class CandidateSearch:
         graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
         budget = int(self.budget(size) * self.tight)
         return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead)
+
+    def settle_for_lowest(self) -> None:
+        """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""
+        self.sizes = self.sizes[:1]
+        self.settings = replace(self.settings, memory_budget=1, max_overhead=None)
+        try:
+            self.choose()
+        except InfeasibleBudgetError as error:
+            self.settings = replace(self.settings, memory_budget=int(error.minimum_bytes * _ABOVE_LOWEST))
+        self.trials, self.steps = {}, {}
 
     def correct(self, excess_bytes: int, size: int) -> None:
         """The model learns from a measured step; what was planned by the old one is stale."""
@@ -152,7 +165,7 @@ class CandidateSearch:
             raise self._nothing_fits()
         top = self.sizes[largest]
         if len(self.sizes) == 1:
-            return top, "given"
+            return top, "the only size in question"
         if self.settings.objective == "throughput":
             return self._fastest(largest)
         if largest + 1 == len(self.sizes):

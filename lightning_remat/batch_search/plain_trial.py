@@ -162,21 +162,22 @@ class PlainTrial:
         """What is alive beside the regions."""
         batch = tensors_in(self.batch_of(batch_size))
         with self.undone():
-            state_bytes, step_bytes = optimizer_footprint(self.module, self.optimizers, self.device)
+            optimizer = optimizer_footprint(self.module, self.optimizers, self.device)
         return Surroundings(
-            resident_bytes=outside_bytes(self.module, calls, batch) + state_bytes,
-            optimizer_step_bytes=step_bytes + storage_bytes(batch),
+            resident_bytes=outside_bytes(self.module, calls, batch) + optimizer.state_bytes,
+            optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self.is_accumulating,
+            seconds=optimizer.step_seconds,
         )
 
-    def measure(self, batch_size: int) -> int:
-        """The measured peak of two real steps with backward and optimizers, in bytes."""
+    def measure(self, batch_size: int, *, with_scratch: bool) -> int:
+        """The measured peak of two real steps with backward and optimizer, in bytes."""
         peak_bytes = 0
         with self.undone():
             batch = self.batch_of(batch_size)
             for i in range(STEPS_PER_TRIAL):
                 alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
-                with measure_peak(self.device, include=alive) as measured:
+                with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
                     self._step(batch, zero_grad=i == 0 or not self.is_accumulating)
                 peak_bytes = max(peak_bytes, measured.peak_bytes)
         return peak_bytes

@@ -53,8 +53,11 @@ class Trial(Protocol):
         """What is alive beside the regions."""
         ...
 
-    def measure(self, batch_size: int) -> int:
-        """The measured peak of `STEPS_PER_TRIAL` real steps with backward and optimizer, in bytes."""
+    def measure(self, batch_size: int, *, with_scratch: bool) -> int:
+        """The measured peak of `STEPS_PER_TRIAL` real steps with backward and optimizer, in bytes.
+
+        With scratch, all counts that the device must have for them (`meter.measure_peak`).
+        """
         ...
 
     def alive_bytes(self) -> int:
@@ -109,7 +112,7 @@ class StepModel:
         return replace(self, correction_bytes=total, correction_size=size)
 
 
-def model_step(trial: Trial, sizes: Sequence[int]) -> StepModel:
+def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> StepModel:
     """Profiles the step at one batch size (exact there), or at two (linear in between and beyond)."""
     profiles: list[dict[str, Graph]] = []
     around: list[Surroundings] = []
@@ -117,7 +120,7 @@ def model_step(trial: Trial, sizes: Sequence[int]) -> StepModel:
     for size in sizes:  # one at a time: a call holds its batch
         calls = trial.look_through(size)
         keys.append(tuple(call.name for call in calls))
-        profiles.append(_profile_calls(trial, calls))
+        profiles.append(_profile_calls(trial, calls, with_scratch))
         around.append(trial.surroundings(calls, size))
     if len(sizes) == 1:
         return StepModel(keys[0], None, {**profiles[0]}, tuple(around))
@@ -128,13 +131,13 @@ def model_step(trial: Trial, sizes: Sequence[int]) -> StepModel:
     return StepModel(keys[0], line, graphs, tuple(around))
 
 
-def _profile_calls(trial: Trial, calls: Sequence[Call]) -> dict[str, Graph]:
+def _profile_calls(trial: Trial, calls: Sequence[Call], with_scratch: bool) -> dict[str, Graph]:
     graphs: dict[str, Graph] = {}
     with trial.precision():
         for call in calls:
             if call.name not in graphs:
                 traced = trace(call.module, *call.args, **call.kwargs)
-                graphs[call.name] = profile(traced, *call.args, **call.kwargs)
+                graphs[call.name] = profile(traced, *call.args, with_scratch=with_scratch, **call.kwargs)
     return graphs
 
 

@@ -124,17 +124,18 @@ class LightningTrial:
         """What is alive beside the regions."""
         with self.undone():
             batch = self.batch_of(batch_size)
-            state_bytes, step_bytes = optimizer_footprint(
+            optimizer = optimizer_footprint(
                 self.trainer.lightning_module, self.trainer.strategy.optimizers, self.device
             )
         batch_bytes = storage_bytes(tensors_in(batch))
         return Surroundings(
-            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch)) + state_bytes,
-            optimizer_step_bytes=step_bytes + batch_bytes,
+            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch)) + optimizer.state_bytes,
+            optimizer_step_bytes=optimizer.step_bytes + batch_bytes,
             is_accumulating=self._num_accumulated(batch_size) > 1,
+            seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 
-    def measure(self, batch_size: int) -> int:
+    def measure(self, batch_size: int, *, with_scratch: bool) -> int:
         """The measured peak of two real steps with backward and optimizer, in bytes."""
         module, trainer = self.trainer.lightning_module, self.trainer
         peak_bytes = 0
@@ -142,7 +143,7 @@ class LightningTrial:
             batch = self.batch_of(batch_size)
             for i in range(STEPS_PER_TRIAL):
                 alive = [module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)]
-                with measure_peak(self.device, include=alive) as measured:
+                with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
                     run_optimization(trainer, batch, zero_grad=i == 0 or self._num_accumulated(batch_size) == 1)
                 peak_bytes = max(peak_bytes, measured.peak_bytes)
         return peak_bytes
