@@ -47,7 +47,9 @@ class Rematerialization(Callback):
     Args:
         planner: A name of `PLANNERS`, or a function `(graph, budget_bytes) -> Schedule`.
         memory_budget: The peak of everything alive on the device in a training step: bytes, `"8GiB"`, a fraction of
-            the device's memory, or `"50%"` of the plain step's peak. None: what is free, less the margin.
+            the device's memory, or `"50%"` of the plain step's peak. None: what is free, less the margin. With None or
+            a fraction, all counts that the device must have: what kernels of the CPU use beside tensors (as far as the
+            system tells), what CUDA's allocator reserves.
         batch_size: `"auto"` searches, `"keep"` leaves it, a number sets it (refused if no plan fits).
         margin: Part of the device's memory left free, where the budget is None or a fraction.
         objective: `"batch_size"`: the largest that fits. `"throughput"`: the most samples per second.
@@ -170,7 +172,7 @@ class Rematerialization(Callback):
             if self.settings.plan_path is not None:
                 Path(self.settings.plan_path).write_text(json.dumps(self._state))
         self._write_reports(trainer)
-        self._clock = StepClock(trial.device)
+        self._clock = StepClock(trial.device, with_scratch=self.settings.counts_scratch)
         if self.settings.on_oom == "replan":
             if trainer.world_size > 1 or not pl_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")

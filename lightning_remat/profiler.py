@@ -107,9 +107,7 @@ def _logical_bytes(tensors: Iterable[Tensor]) -> int:
 class _Profiler:
     """Goes through the operations in order; holds the values that later ones still read."""
 
-    def __init__(
-        self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool, with_scratch: bool
-    ) -> None:
+    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool, with_scratch: bool) -> None:
         self.traced, self.given = traced, values
         self.start_over()
         self.module, self.operations = traced.module, traced.operations

@@ -63,7 +63,8 @@ def test_the_least_of_machine_and_groups_is_free(monkeypatch: pytest.MonkeyPatch
 def test_address_space_is_a_limit() -> None:
     code = (
         "import resource, psutil, torch; from lightning_remat.device_memory import device_memory; "
-        "limit = psutil.Process().memory_info().vms + (512 << 20); resource.setrlimit(resource.RLIMIT_AS, (limit,) * 2);"
+        "limit = psutil.Process().memory_info().vms + (512 << 20); "
+        "resource.setrlimit(resource.RLIMIT_AS, (limit,) * 2); "
         "memory = device_memory(torch.device('cpu')); assert memory.total_bytes <= limit, memory; "
         "assert 500 << 20 < memory.free_bytes < 520 << 20, memory"
     )

@@ -24,7 +24,9 @@ def test_peak_since_the_start_is_counted_and_not_what_came_before() -> None:
     assert growth.finish() == pytest.approx(32 * MIB, rel=0.1)
 
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="convolutions need no scratch memory")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="convolutions need no scratch memory"
+)
 
 
 @needs_onednn

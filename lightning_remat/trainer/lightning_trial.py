@@ -129,7 +129,8 @@ class LightningTrial:
             )
         batch_bytes = storage_bytes(tensors_in(batch))
         return Surroundings(
-            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch)) + optimizer.state_bytes,
+            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch))
+            + optimizer.state_bytes,
             optimizer_step_bytes=optimizer.step_bytes + batch_bytes,
             is_accumulating=self._num_accumulated(batch_size) > 1,
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),

@@ -32,8 +32,8 @@ class Reading:
 class StepClock:
     """Counts steps and samples between readings; stands still during validation."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, with_scratch: bool = False) -> None:
+        self.device, self._with_scratch = device, with_scratch
         self._elapsed, self._started = 0.0, 0.0
         self._is_running = False
         self._num_steps = self._num_samples = 0
@@ -63,7 +63,7 @@ class StepClock:
     def meter(self, alive: Sequence[Any]) -> None:
         """Meters memory until the next reading. CUDA's allocator always does; the CPU looks at every operation."""
         if self.meters_steps:
-            self._peak = self._stack.enter_context(measure_peak(self.device, include=alive))
+            self._peak = self._stack.enter_context(measure_peak(self.device, alive, with_scratch=self._with_scratch))
 
     def count(self, num_samples: int) -> None:
         """One more step."""

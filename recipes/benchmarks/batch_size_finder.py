@@ -1,10 +1,12 @@
 """Lightning's BatchSizeFinder and Rematerialization side by side, under a limit that makes allocations really fail.
 
 Each run is a process of its own on the CPU, whose address space is limited (`RLIMIT_AS`) to what it has after
-building the model plus `--memory`. Counted are the real training steps of the search, its wall time, the batch size
-found, and whether an epoch's worth of steps at that size survives.
+building the model plus `--memory`. Counted are the real training steps of the search, its seconds on the CPU with
+planning included, the batch size found, and whether training at that size survives its first steps. All runs have one
+thread, and a C library that hands large blocks back to the system at once, so that the limit counts what is alive and
+not what malloc hoards.
 
-    python recipes/benchmarks/batch_size_finder.py --memory 400MiB
+    python recipes/benchmarks/batch_size_finder.py --memory 200MiB --output recipes/results/batch_size_finder.md
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Large blocks go back to the system at once, so that the limit counts what is alive and not what malloc hoards.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
 METHODS = ("BatchSizeFinder", "BatchSizeFinder (binsearch)", "Rematerialization")
 STEPS_AFTER = 3
+TITLE = "Batch size search on the CPU within {memory} of address space"
+COLUMNS = ("network", "method", "batch size", "real steps", "CPU seconds", "overhead", "training survives")
 
 
 def build(name: str, image_size: int) -> Any:
-    """A LightningModule with the network and random images of it."""
+    """A LightningModule with the network (`unet`, or `resnet` and its depth) and random images of it."""
     import torch
     from lightning.pytorch import LightningModule
     from torch.nn import functional
@@ -42,8 +51,10 @@ def build(name: str, image_size: int) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.batch_size = 2
-            is_unet = name == "unet"
-            self.net = UNet(3, 5, 16, 3, padded=True, batch_norm=True) if is_unet else cifar_resnet(56, width=8)
+            if name == "unet":
+                self.net = UNet(3, 5, 16, 3, padded=True, batch_norm=True)
+            else:
+                self.net = cifar_resnet(int(name.removeprefix("resnet")), width=8)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -106,7 +117,7 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
     class Watch(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 0:
-                found.update(steps=total_steps[0], seconds=time.perf_counter() - start, batch_size=len(batch[0]))
+                found.update(steps=total_steps[0], seconds=time.process_time() - start, batch_size=len(batch[0]))
 
     if method == "Rematerialization":
         finder: Any = Rematerialization(max_overhead=max_overhead, report_dir=tempfile.mkdtemp())
@@ -125,7 +136,7 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
     load_everything(image_size)
     limit = psutil.Process().memory_info().vms + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         trainer.fit(module)
         found["survives"] = True
@@ -143,10 +154,12 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
 def main() -> None:
     """Runs every method on both networks and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", default="400MiB", help="address space beyond that of the model")
+    parser.add_argument("--output", type=Path, help="write the table there too, as Markdown")
+    parser.add_argument("--memory", default="200MiB", help="address space beyond that of the model")
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--max-overhead", type=float, default=0.35)
-    parser.add_argument("--networks", nargs="+", default=["resnet56", "unet"])
+    parser.add_argument("--networks", nargs="+", default=["resnet20", "unet"])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--one", nargs=2, metavar=("NETWORK", "METHOD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     from lightning_remat.budget import parse_budget
@@ -158,19 +171,22 @@ def main() -> None:
         outcome = measure(*arguments.one, memory_bytes, arguments.image_size, arguments.max_overhead)
         print("RESULT " + json.dumps(outcome))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"Batch size search on the CPU within {arguments.memory} of address space")
-    for column in ("network", "method", "batch size", "real steps", "seconds", "overhead", "training survives"):
-        table.add_column(column, justify="right")
-    for network in arguments.networks:
-        for method in METHODS:
-            row = run_apart(network, method)
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    runs = [(network, method) for network in arguments.networks for method in METHODS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for (network, method), row in zip(runs, pool.map(lambda run: run_apart(*run), runs), strict=True):
             survives = "yes" if row["survives"] else f"no: {row.get('error', 'the process died')}"
-            values = (row["batch_size"], row["steps"], f"{row['seconds']:.1f}", f"{row['overhead']:.1%}", survives)
-            table.add_row(network, method, *map(str, values))
-    Console(width=150).print(table)
+            figures = (row["batch_size"], row["steps"], f"{row['seconds']:.1f}", f"{row['overhead']:.1%}", survives)
+            lines.append("| " + " | ".join(map(str, (network, method, *figures))) + " |")
+            print(lines[-1], flush=True)
+    text = "\n".join([f"# {TITLE.format(memory=arguments.memory)}", "", *lines, "", "Made by", "", *_command(), ""])
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+
+
+def _command() -> list[str]:
+    return [f"    python recipes/benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}"]
 
 
 def run_apart(network: str, method: str) -> dict[str, Any]:
@@ -179,7 +195,7 @@ def run_apart(network: str, method: str) -> dict[str, Any]:
     paths = os.pathsep.join([str(root), str(root.parent)])
     command = [sys.executable, __file__, *sys.argv[1:], "--one", network, method]
     done = subprocess.run(
-        command, env={**os.environ, **ALLOCATOR, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
+        command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
     )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
