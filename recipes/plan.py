@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from comparison import Attempt, attempt, attempts_table, budgets_between, trade_off, write_csv
 from lightning_remat import PLANNERS, Graph, profile, trace
 from lightning_remat.budget import format_bytes, parse_budget
+from lightning_remat.explanation import explain
 from plan_plots import plot_timelines, plot_trade_off
 from schedule_picture import plot_schedule
 
@@ -42,6 +43,8 @@ def main(config: DictConfig) -> None:
     facts = f"{len(graph.nodes)} operations, plain peak {format_bytes(peak_bytes)}, budget {format_bytes(budget_bytes)}"
     console.print(attempts_table([plain, *first], f"{title}: {facts}"))
     for found in first:
+        if found.plan is not None and found.planner == "auto":
+            console.print(explain(found.plan).text, markup=False, soft_wrap=True)
         if found.plan is not None:
             (folder / f"plan_{found.planner}.json").write_text(found.plan.to_json())
 

@@ -186,10 +186,14 @@ def compare(name: str, rivals: Sequence[str], *, num_budgets: int, is_estimated:
     )
 
 
+OPTIONS = {"checkmate": {"time_limit": 600.0}}
+"""A sweep that its time limit cuts is done anew at every budget."""
+
+
 def attempt(graph: Graph, budget_bytes: int, planner: str) -> Plan | None:
     """The plan, or None where the planner does not go as low."""
     try:
-        return plan(graph, budget_bytes, planner)
+        return plan(graph, budget_bytes, planner, **OPTIONS.get(planner, {}))
     except InfeasibleBudgetError:
         return None
 
@@ -197,7 +201,7 @@ def attempt(graph: Graph, budget_bytes: int, planner: str) -> Plan | None:
 def floor_of(graph: Graph, planner: str) -> int:
     """The lowest peak that a planner reaches."""
     try:
-        plan(graph, -1, planner)
+        plan(graph, -1, planner, **OPTIONS.get(planner, {}))
     except InfeasibleBudgetError as error:
         return int(error.minimum_bytes)
     raise AssertionError("a negative budget is not feasible")
@@ -244,7 +248,7 @@ def details(c: Comparison) -> str:
         f"No schedule of whole operations gets below {c.setter[1] / 2**30:.3f} GiB: {c.setter[0]}. Plain peak "
         f"{c.plain_bytes / 2**30:.3f} GiB"
         + ("" if c.plain_measured_bytes is None else f", measured {c.plain_measured_bytes / 2**30:.3f} GiB")
-        + f"; seconds {c.seconds}. CPU seconds of the first answer: "
+        + f"; seconds {c.seconds}. CPU seconds of the first answer, in this order (`auto` has judged some families): "
         + ", ".join(f"{name} {seconds:.1f}" for name, seconds in c.planning_seconds.items())
         + ".",
         "",
