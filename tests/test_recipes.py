@@ -217,6 +217,18 @@ def test_plan_writes_table_curves_timelines_and_plans(tmp_path, capsys):
             assert picture.width > 500
 
 
+@pytest.mark.slow
+def test_plan_explains_what_auto_keeps_and_what_more_memory_would_buy(tmp_path, capsys):
+    config = composed(
+        "plan", "model=resnet_digits", "input_shape=[3,32,32]", "num_classes=10", "batch_size=64", "remat=auto",
+        "budget=50%", "num_budgets=2", f"output_dir={tmp_path}",
+    )  # fmt: skip
+    plan.main.__wrapped__(config)
+    printed = capsys.readouterr().out
+    for said in ("recomputes", "above the optimum", "more would save", "knee of the trade-off", "no schedule fits"):
+        assert said in printed
+
+
 def test_pixel_loss_sees_the_middle_of_the_labels_and_weighs_auxiliary_heads():
     torch.manual_seed(0)
     labels = torch.randint(3, (2, 8, 10))
