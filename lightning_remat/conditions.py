@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .ambient import buffer_values, scratch_buffers
 from .evaluation import foreign_modules, is_foreign, submodule_at
+from .hooks import with_submodules
 from .python_state import PythonState
 from .random_state import Draws
 from .tracer import Operation
@@ -118,8 +119,13 @@ def _attributes(operation: Operation) -> Iterator[str]:
 def _buffers(module: nn.Module, operation: Operation) -> Iterator[tuple[str, Tensor]]:
     """The buffers that the operation can see, by their dotted names."""
     for path, submodule in _called(module, operation):
-        for name, buffer in submodule.named_buffers(remove_duplicate=False):
-            yield f"{path}.{name}", buffer
+        if submodule._modules:
+            for name, buffer in submodule.named_buffers(remove_duplicate=False):
+                yield f"{path}.{name}", buffer
+        else:
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    yield f"{path}.{name}", buffer
     for name in _attributes(operation):
         path, _, leaf = name.rpartition(".")
         buffer = submodule_at(module, path)._buffers.get(leaf)
@@ -130,7 +136,7 @@ def _buffers(module: nn.Module, operation: Operation) -> Iterator[tuple[str, Ten
 def _reads(module: nn.Module, operation: Operation) -> Iterator[_Read]:
     """The parameters and buffers that the operation can see."""
     for _, called in _called(module, operation):
-        for submodule in called.modules():
+        for submodule in with_submodules(called):
             for owner in _owners(submodule):
                 for key, tensor in owner.items():
                     if tensor is not None:

@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
 from .contexts import CustomFunction, entered, has_contexts
-from .hooks import has_hooks, noted_hooks, silenced_hooks
+from .hooks import has_hooks, noted_hooks, silenced_hooks, with_submodules
 from .tracer import Operation
 
 Fetch = Callable[[fx.Node], Any]
@@ -64,7 +64,7 @@ def _call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> A
 def foreign_modules(module: nn.Module, operation: Operation) -> list[nn.Module]:
     """The submodules that the operation runs as a whole and in which users' code runs: it may change anything."""
     called = [submodule_at(module, str(p.target)) for p in operation.parts if p.op == "call_module"]
-    return [m for m in called if any(_is_users(inner) for inner in m.modules())]
+    return [m for m in called if any(_is_users(inner) for inner in with_submodules(m))]
 
 
 def _is_users(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,11 @@ HOOKS = (
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its `forward`."""
     return any(getattr(module, name, None) for name in HOOKS)
+
+
+def with_submodules(module: nn.Module) -> Iterable[nn.Module]:
+    """The module and all inside it; most have none, and every operation of every step asks."""
+    return module.modules() if module._modules else (module,)  # pyright: ignore[reportPrivateUsage]
 
 
 _computing: set[int] = set()
@@ -50,7 +55,7 @@ def noted_hooks(module: nn.Module) -> Generator[None, None, None]:
 @contextmanager
 def _exchanged(module: nn.Module, choose: Callable[[str, int, Any], Any]) -> Generator[None, None, None]:
     exchanged: list[tuple[nn.Module, str, Any]] = []
-    for m in module.modules():
+    for m in with_submodules(module):
         if has_hooks(m):
             for name in HOOKS:
                 hooks = getattr(m, name)
