@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from .batch_search.candidate_search import CandidateSearch
-from .batch_search.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from .batch_search.trial import STEPS_PER_TRIAL, StepModel, Trial, install, model_step, uninstall
 from .budget import format_bytes
 from .device_memory import device_memory
 from .errors import InfeasibleBudgetError
+from .out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from .planner import plan
 from .result import Result
 from .settings import Settings

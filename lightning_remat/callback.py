@@ -12,22 +12,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .batch_search.batch_resizing import batch_size_of, has_batch_dimension
-from .batch_search.out_of_memory import is_out_of_memory
 from .batch_search.trial import install, uninstall
 from .batch_size import find
 from .budget import Budget
 from .errors import InfeasibleBudgetError
 from .footprint import optimizer_tensors, tensors_in
+from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result
 from .schedule import Schedule
+from .self_check import find_difference
 from .settings import Settings
 from .trainer.lightning_private import logging_step, should_log, tap_loaders, wrap_steps
 from .trainer.lightning_setup import apply_batch_size, check_supported, move_before_tuners, tap
 from .trainer.lightning_trial import LightningTrial
 from .trainer.oom_retry import StepRetry
 from .trainer.resume import fingerprint, resumed_result, to_state
-from .trainer.self_check import find_difference
 from .trainer.step_clock import Reading, StepClock
 
 
@@ -159,10 +159,12 @@ class Rematerialization(Callback):
                 rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
                 result, modules = find(trial, self.settings, lowest=True)
         self._undo.append(lambda: uninstall(modules))
-        if self.settings.self_check and (difference := find_difference(trial, result.step, modules)) is not None:
-            uninstall(modules)
-            rank_zero_warn(f"Rematerialization leaves the model as it is: a planned step differs in its {difference}")
-            return
+        if self.settings.self_check:
+            difference = find_difference(pl_module, lambda: trial.outcome(trial.batch_size))
+            if difference is not None:
+                uninstall(modules)
+                rank_zero_warn(f"Rematerialization leaves the model as it is: {difference}")
+                return
         if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
             apply_batch_size(trainer, result.batch_size, self.settings)
             self._batch_size = result.batch_size

@@ -39,6 +39,7 @@ from .saved_tensors import (
 )
 from .schedule import Action
 from .tracer import Operation
+from .watch import Watch
 
 
 class Slot(NamedTuple):
@@ -49,23 +50,29 @@ class Slot(NamedTuple):
     number: int
 
 
-def run_forward(program: Program, module: nn.Module, tensors: list[Tensor]) -> Any:
+def run_forward(program: Program, module: nn.Module, tensors: list[Tensor], watch: Watch | None = None) -> Any:
     """The module's outputs, their autograd graph tied to a new step of the program.
 
     Args:
         program: What to follow.
         module: The module that was traced, or a copy of it.
         tensors: The tensors among the flattened arguments of the call.
+        watch: Is told of every run.
     """
-    return Step(program, module, tensors).forward()
+    if watch is None:
+        return Step(program, module, tensors).forward()
+    watch.enters()
+    result = Step(program, module, tensors, watch).forward()
+    watch.leaves()
+    return result
 
 
 class Step:
     """The state of one forward and its backward: what is resident, and how far the program has run."""
 
-    def __init__(self, program: Program, module: nn.Module, tensors: list[Tensor]) -> None:
+    def __init__(self, program: Program, module: nn.Module, tensors: list[Tensor], watch: Watch | None = None) -> None:
         count = len(program.traced.operations)
-        self.program, self.module = program, module
+        self.program, self.module, self.watch = program, module, watch
         self.operations = program.traced.operations
         placeholders = [n for n in program.traced.fx_graph.nodes if n.op == "placeholder"]
         self.values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
@@ -129,10 +136,14 @@ class Step:
                 self.module, operation, self.devices, self.program.written, is_fake=self.is_fake
             )
             self.running = n, saved
+            if self.watch is not None:
+                self.watch.begins(self, n)
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
             self.running = None
             conditions.end()
+        if self.watch is not None:
+            self.watch.ended(self, n, [values, saved])
         if self.program.revived:
             values = self._apart_from_inputs(operation, values)
         self.outputs[n] = values
@@ -158,7 +169,7 @@ class Step:
         """A backward that reads nothing still moves the program on."""
         for leaf in leaves:
             if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(partial(_arrive_before, self, n))
+                leaf.grad_fn.register_prehook(partial(_arrive_before, weakref.ref(self), n))
 
     def _note_constants(self, n: int) -> None:
         for constant in self.program.constants_after.get(n, ()):
@@ -318,6 +329,8 @@ class Step:
                         fetch(i)
             with conditions.restored(self.module), caught_tensors(saved):
                 values = evaluate(self.module, operation, fetch, is_first=False)
+        if self.watch is not None:
+            self.watch.ended(self, n, [values, saved])
         if len(saved) != len(self.sources[n]):
             raise RuntimeError(
                 f"{operation.name} saved {len(self.sources[n])} tensors for backward in its first run and {len(saved)} "
@@ -365,8 +378,10 @@ class Step:
         self.dormant.clear()
 
 
-def _arrive_before(step: Step, n: int, _gradients: Any) -> None:
-    step.arrive(n)
+def _arrive_before(reference: weakref.ref[Step], n: int, _gradients: Any) -> None:
+    step = reference()
+    if step is not None:  # else no backward of it reads anything any more
+        step.arrive(n)
 
 
 def _unpack(slot: Slot) -> Tensor:

@@ -16,13 +16,16 @@ from .budget import Budget, parse_budget
 from .device_memory import device_memory
 from .errors import TraceError
 from .footprint import tensors_in
+from .lowering import lower_kept
 from .planner import Plan
 from .planner import plan as make_plan
 from .profiler import profile
 from .refusals import reason_against
 from .region_rewriter import rewrite_regions
-from .rewriter import Rewriting, checked_program, install
+from .rewriter import Rewriting, checked_program, install, restore
 from .schedule import Schedule
+from .self_check import find_difference
+from .step_run import step_outcome
 from .tracer import TracedModule, trace
 
 logger = logging.getLogger("lightning_remat")
@@ -36,6 +39,7 @@ def rematerialize(
     memory_budget: Budget | None = None,
     planner: str | Callable[..., Schedule] = "auto",
     plan: Plan | None = None,
+    self_check: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Rewrites the module in place so that its training step peaks within the budget, with the same results.
@@ -65,6 +69,9 @@ def rematerialize(
             plain step's peak. None stands for what the device has free.
         planner: A name of `PLANNERS` or a function.
         plan: A plan made earlier for this module, which is installed without profiling.
+        self_check: Whether one step with and without the plan is compared first, bit by bit: outputs, gradients of
+            parameters and inputs, buffers, random states. On a difference a warning names the first operation that
+            differs, and the plain module is left in place; the plan returned then keeps everything.
         **kwargs: Example keyword inputs.
 
     Returns:
@@ -84,8 +91,31 @@ def rematerialize(
         else:
             made = plan or _planned(traced, args, kwargs, budget_of, planner)
             install(module, checked_program(traced, made), made)
+        if self_check:
+            made = _checked(module, args, kwargs, made)
     _log(module, made)
     return made
+
+
+def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Plan:
+    """The plan if its step is exactly the plain one; else the plan to keep everything, which is then in force."""
+    if any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+        raise ValueError("self_check compares values, which fake tensors do not have: give real inputs")
+    difference = find_difference(module, lambda: step_outcome(module, args, kwargs))
+    if difference is None:
+        return plan
+    message = f"{type(module).__name__} is left as it is: {difference}"
+    warnings.warn(message, stacklevel=4)
+    restore(module)
+    return replace(
+        plan,
+        planner="keep_all",
+        budget_bytes=max(plan.budget_bytes, plan.plain.peak_bytes),
+        schedule=lower_kept(plan.graph, range(len(plan.graph.nodes))),
+        simulation=plan.plain,
+        reasons=(*plan.reasons, message),
+        step=None,
+    )
 
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | TraceError:

@@ -19,6 +19,7 @@ from .planner import Plan
 from .program import Program, compile_schedule
 from .refusals import is_captured
 from .tracer import TracedModule
+from .watch import Watch
 
 _STATE = "_rematerialization"
 _REPLICATE = "_replicate_for_data_parallel"
@@ -48,6 +49,7 @@ class _Rewritten:
     program: Program | None
     plan: Plan | None
     run: Callable[..., Any] | None
+    watch: Watch | None = None
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
@@ -115,6 +117,19 @@ def current_plan(module: nn.Module) -> Plan | None:
     return None if state is None else state.plan
 
 
+@contextmanager
+def watched(module: nn.Module, watch: Watch) -> Generator[None]:
+    """What the programs of the module and its submodules run inside is told to `watch`."""
+    states: list[_Rewritten] = [vars(m)[_STATE] for m in module.modules() if _STATE in vars(m)]
+    for state in states:
+        state.watch = watch
+    try:
+        yield
+    finally:
+        for state in states:
+            state.watch = None
+
+
 class Rewriting:
     """How a module and its submodules are rewritten at the moment, to be put back."""
 
@@ -175,7 +190,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             stacklevel=2,
         )
         return original(self, *args, **kwargs)
-    return run_forward(state.program, self, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return run_forward(state.program, self, [leaf for leaf in leaves if isinstance(leaf, Tensor)], state.watch)
 
 
 @functools.cache

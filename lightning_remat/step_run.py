@@ -48,7 +48,9 @@ class _Loss(torch.autograd.Function):
         return None, *(ctx.gradient_of(t) for t in ctx.saved_tensors)
 
 
-def run_backward(outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor]) -> Any:
+def run_backward(
+    outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, ...]:
     """The gradients of the targets; nothing is added to `.grad`, and no hook of an accumulation fires.
 
     Args:
@@ -59,6 +61,31 @@ def run_backward(outputs: list[Tensor], targets: list[Tensor], gradient_of: Call
     loss = _Loss.apply(gradient_of, *outputs)
     outputs.clear()
     return torch.autograd.grad(loss, targets, allow_unused=True)  # pyright: ignore[reportArgumentType]
+
+
+def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """All that one forward and backward produce, by name; undone afterwards."""
+    args, kwargs = detached((args, kwargs))
+    inputs = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
+    targets = {name: t for name, t in {**dict(module.named_parameters()), **inputs}.items() if t.requires_grad}
+    with untouched(module, args, kwargs):
+        outputs = tensors_in(module(*args, **kwargs))
+        found = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+        outputs = [t for t in outputs if t.requires_grad]
+        gradients: tuple[Tensor | None, ...] = ()
+        if outputs:
+            gradients = run_backward(outputs, list(targets.values()), _ramp)
+        found |= {f"gradient of {name}": g for name, g in zip(targets, gradients, strict=False) if g is not None}
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+        found["random state"] = torch.get_rng_state()
+        for device in {t.device for t in (*inputs.values(), *targets.values()) if t.device.type == "cuda"}:
+            found[f"random state of {device}"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _ramp(t: Tensor) -> Tensor:
+    """Gradients that differ from element to element: what is the same for all may cancel."""
+    return torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
 
 
 def step_peak(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

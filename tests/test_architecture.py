@@ -15,9 +15,10 @@ PURE_HALF = {
 }  # fmt: skip
 TORCH_HALF = {
     "ambient", "capture", "conditions", "contexts", "cost_model", "device_memory", "evaluation", "executor",
-    "fingerprint", "footprint", "fusion", "gradient_probe", "hooks", "meter", "preserve", "profiler", "program",
-    "python_state", "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions",
-    "rematerializer", "resident_memory", "rewriter", "saved_tensors", "step_run", "stopwatch", "tracer",
+    "fingerprint", "footprint", "fusion", "gradient_probe", "hooks", "meter", "out_of_memory", "preserve", "profiler",
+    "program", "python_state", "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions",
+    "rematerializer", "resident_memory", "rewriter", "saved_tensors", "self_check", "step_run", "stopwatch", "tracer",
+    "watch",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

@@ -11,7 +11,7 @@ from remat_runs import Classifier, run, seeded
 from torch import Tensor, nn
 
 from lightning_remat import Rematerialization
-from lightning_remat.batch_search.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from lightning_remat.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from ..batch_search.out_of_memory import is_out_of_memory
 from ..batch_search.trial import install, model_step, uninstall
 from ..budget import format_bytes
+from ..out_of_memory import is_out_of_memory
 from ..preserve import record, record_random
 from ..result import Result
 from ..settings import Settings

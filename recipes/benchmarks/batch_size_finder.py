@@ -100,7 +100,7 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
     from lightning.pytorch.callbacks import BatchSizeFinder
 
     from lightning_remat import Rematerialization
-    from lightning_remat.batch_search.out_of_memory import is_out_of_memory
+    from lightning_remat.out_of_memory import is_out_of_memory
 
     torch.manual_seed(0)
     module = build(name, image_size)
