@@ -7,6 +7,7 @@ a saved tensor, the step advances to that backward, recomputing and discarding o
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -188,8 +189,9 @@ class Step:
         values = self.outputs[n]
         assert values is not None
         if n not in self.program.traced.outputs:  # the caller holds what leaves the region
-            for t in tensors_of(values):
-                t.data = t.data.new_empty(0)
+            for t, count in zip(tensors_of(values), _num_holders(values), strict=True):
+                if count == _ALONE:  # else a hook or the context of a custom function keeps it, as in the plain run
+                    t.data = t.data.new_empty(0)
         self.dormant[n] = values
         self.outputs[n] = None
 
@@ -376,6 +378,13 @@ class Step:
         self.released.clear()
         self.outputs, self.tapes = [None] * count, [None] * count
         self.dormant.clear()
+
+
+def _num_holders(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(t) for t in tensors_of(values)]
+
+
+(_ALONE,) = _num_holders([torch.empty(0)])
 
 
 def _arrive_before(reference: weakref.ref[Step], n: int, _gradients: Any) -> None:

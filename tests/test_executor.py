@@ -102,6 +102,17 @@ def test_a_recomputation_within_the_forward() -> None:
     assert_equal_traces(traces(plain, [x]), traces(module, [x]))
 
 
+def test_what_others_hold_is_not_emptied_when_it_is_recomputed_within_the_forward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh())
+    held: list[torch.Tensor] = []
+    module[1].register_forward_hook(lambda _m, _i, out: held.append(out))
+    x = torch.randn(8, 4)
+    plain = module(x)
+    rewrite(module, Schedule.parse("F0 F1 F2 D0 D1 F0 F1 F3 D0 D1 D2 B3 D3 F0 F1 D0 B2 B1 D1 B0"), x)
+    assert torch.equal(module(x), plain)
+    assert torch.equal(*held)
+
+
 def test_backwards_out_of_order_are_refused() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
