@@ -167,9 +167,13 @@ class Step:
         return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, values)
 
     def _announce(self, n: int, leaves: list[Tensor]) -> None:
-        """A backward that reads nothing still moves the program on."""
+        """A backward that reads nothing still moves the program on.
+
+        One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
+        """
+        before = [t.grad_fn for i in self.operations[n].inputs for t in tensors_of(self.outputs[i] or [])]
         for leaf in leaves:
-            if leaf.grad_fn is not None:
+            if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
                 leaf.grad_fn.register_prehook(partial(_arrive_before, weakref.ref(self), n))
 
     def _note_constants(self, n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,23 @@ KINDS = [
     "detach",
     "rand",
     "spectral",
+    "function",
+    "no_grad",
+    "several",
 ]
+
+
+class Scaled(torch.autograd.Function):
+    """Has a backward of its own, which reads a tensor that autograd does not know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.round() + x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 + ctx.x.sin())
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,16 @@ class RandomModule(nn.Module):
             return a.sigmoid()
         if kind == "detach":
             return a + b.detach()
+        if kind == "function":
+            return Scaled.apply(a)
+        if kind == "no_grad":
+            with torch.no_grad():
+                scale = a.abs().mean() + 1
+            return a / scale
+        if kind == "several":
+            values, where = a.sort(dim=1)
+            variance, mean = torch.var_mean(b, dim=1, keepdim=True)
+            return (values.gather(1, where) - mean) * variance
         if kind == "rand":
             return a + torch.rand_like(b)
         return part(a)

@@ -1,5 +1,7 @@
+import contextlib
 import copy
 import gc
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -27,6 +29,23 @@ def plain_traces(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
         raise
 
 
+@contextlib.contextmanager
+def counted_runs() -> Generator[list[str], None, None]:
+    """Names of the operations that the executor runs inside, in order."""
+    runs: list[str] = []
+    evaluate = executor_module.evaluate
+
+    def counted(*args: object, **kwargs: object) -> object:
+        runs.append(args[1].name)  # type: ignore[attr-defined]
+        return evaluate(*args, **kwargs)  # type: ignore[arg-type]
+
+    executor_module.evaluate = counted  # type: ignore[assignment]
+    try:
+        yield runs
+    finally:
+        executor_module.evaluate = evaluate
+
+
 common = settings(
     deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
@@ -46,7 +65,12 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
         note(f"{schedule}")
         ours = copy.deepcopy(module)
         rewrite(ours, schedule, x)
-        assert_equal_traces(plain_traces(module, x), traces(ours, [x, x + 1]))
+        plain = plain_traces(module, x)
+        with counted_runs() as runs:
+            found = traces(ours, [x, x + 1])
+        assert_equal_traces(plain, found)
+        planned = [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
+        assert sorted(runs) == sorted(2 * planned)
 
     check()
 
@@ -74,22 +98,15 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
     check()
 
 
-def test_evaluations_equal_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_equal_the_schedule() -> None:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(5)]
     module = nn.Sequential(*blocks)
     x = torch.randn(16, 8)
     graph = profile(trace(module, x), x)
     schedule = lower_kept(graph, {3, 6})
     rewrite(module, schedule, x)
-    runs: list[str] = []
-    evaluate = executor_module.evaluate
-
-    def counted(*args: object, **kwargs: object) -> object:
-        runs.append(args[1].name)  # type: ignore[attr-defined]
-        return evaluate(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(executor_module, "evaluate", counted)
-    module(x).sum().backward()
+    with counted_runs() as runs:
+        module(x).sum().backward()
     assert runs == [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
 
 
