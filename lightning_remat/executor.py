@@ -7,7 +7,6 @@ a saved tensor, the step advances to that backward, recomputing and discarding o
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from .saved_tensors import (
     TapeRef,
     caught_tensors,
     classify,
+    held_only_here,
     rebuilt,
     storage_key,
     storage_owners,
@@ -193,9 +193,8 @@ class Step:
         values = self.outputs[n]
         assert values is not None
         if n not in self.program.traced.outputs:  # the caller holds what leaves the region
-            for t, count in zip(tensors_of(values), _num_holders(values), strict=True):
-                if count == _ALONE:  # else a hook or the context of a custom function keeps it, as in the plain run
-                    t.data = t.data.new_empty(0)
+            for t in held_only_here(values):  # a hook or a custom function may keep one, as in the plain run
+                t.data = t.data.new_empty(0)
         self.dormant[n] = values
         self.outputs[n] = None
 
@@ -382,13 +381,6 @@ class Step:
         self.released.clear()
         self.outputs, self.tapes = [None] * count, [None] * count
         self.dormant.clear()
-
-
-def _num_holders(values: list[Any]) -> list[int]:
-    return [sys.getrefcount(t) for t in tensors_of(values)]
-
-
-(_ALONE,) = _num_holders([torch.empty(0)])
 
 
 def _arrive_before(reference: weakref.ref[Step], n: int, _gradients: Any) -> None:

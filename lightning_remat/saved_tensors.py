@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,6 +102,19 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
         else:
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def held_only_here(values: list[Any]) -> list[Tensor]:
+    """The tensors among values to which no other Python code has a reference."""
+    counts = _num_references(values)
+    return [t for t, count in zip(tensors_of(values), counts, strict=True) if count == _FEWEST]
+
+
+def _num_references(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(t) for t in tensors_of(values)]
+
+
+(_FEWEST,) = _num_references([torch.empty(0)])
 
 
 def storage_owners(
