@@ -164,7 +164,7 @@ class _Profiler:
             saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
             output_bytes=output_bytes,
             tape_bytes=tape_bytes,
-            forward_workspace_bytes=max(0, growth.peak_bytes - output_bytes - tape_bytes),
+            forward_workspace_bytes=max(0, growth.peak_bytes - output_bytes - tape_bytes) + self._scratch_bytes(n),
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
             mutates=operation.mutates,
@@ -181,6 +181,10 @@ class _Profiler:
         del values, store
         self._free(n)
         return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
+
+    def _scratch_bytes(self, n: int) -> int:
+        """A recomputation writes into copies of the buffers that the first run wrote."""
+        return _storage_bytes(attribute(self.module, name) for name in self.operations[n].mutates)
 
     def _measure_backward(
         self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
