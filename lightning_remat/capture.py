@@ -6,46 +6,35 @@
 from __future__ import annotations
 
 import inspect
-import operator
+import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.proxy import Proxy
 from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .contexts import ContextualTracer
+from .decisions import Decision, answer
 from .errors import TraceError
+from .example_values import ExampleValues
+from .factories import recorded_factories
 from .hooks import has_hooks
+from .nested import Structure, flatten
+from .proxies import StateProxy, ValueProxy, instances_of_values
 from .python_state import PythonState
 
+logger = logging.getLogger(__name__)
 _set_rng_state = torch.set_rng_state  # while tracing, the one in torch refuses
-
-
-class InPlaceProxy(fx.Proxy):
-    """A proxy on which `x += y` and `x[i] = y` are recorded as the in-place operations that they are."""
-
-    def __iadd__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    def __isub__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
-
-    def __imul__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
 class TensorConstant:
@@ -54,10 +43,27 @@ class TensorConstant:
     __name__ = "constant"
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, self.version = tensor, tensor._version
 
     def __call__(self) -> Tensor:
         return self.tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """One call of a module as an fx graph.
+
+    Attributes:
+        graph: Its placeholders are the tensors among the flattened arguments, in order; its output a flat list.
+        decisions: What the module's Python decided by sizes; other answers mean another graph.
+        output_structure: Structure of what the call returns.
+        reasons: Why which submodules are opaque, a sentence each.
+    """
+
+    graph: fx.Graph
+    decisions: tuple[Decision, ...]
+    output_structure: Structure
+    reasons: tuple[str, ...]
 
 
 class SymbolicTracer(ContextualTracer):
@@ -67,10 +73,15 @@ class SymbolicTracer(ContextualTracer):
     parametrized modules, and those that `opaque` names because they cannot be traced.
     """
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec, opaque: frozenset[str]) -> None:
-        super().__init__(param_shapes_constant=True)
-        self.call_leaves, self.call_spec, self.opaque = leaves, spec, opaque
+    def __init__(self, module: nn.Module, leaves: list[Any], structure: Structure, opaque: frozenset[str]) -> None:
+        super().__init__()
+        self.call_leaves, self.call_structure, self.opaque = leaves, structure, opaque
         self.entered: list[str] = []
+        self.examples = ExampleValues(module, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self.decisions: dict[tuple[fx.Node, Callable[[Any], Any]], Any] = {}
+        self.state = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+        self.constants: dict[int, fx.Node] = {}
+        self.output_structure = structure
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
@@ -83,6 +94,8 @@ class SymbolicTracer(ContextualTracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.examples.is_running:
+            return forward(*args, **kwargs)
         self.entered.append(self.path_of_module(m))
         random_state = torch.get_rng_state()
         result = super().call_module(m, forward, args, kwargs)
@@ -91,31 +104,81 @@ class SymbolicTracer(ContextualTracer):
         self.entered.pop()  # stays where an exception passes: the innermost module that failed is the last
         return result
 
-    def create_arg(self, a: Any) -> Any:
-        is_own = isinstance(a, nn.Parameter) or any(a is b for b in self.root.buffers())
-        if isinstance(a, Tensor) and not is_own and a not in self.tensor_attrs:
-            return self.create_node("call_function", TensorConstant(a), (), {})
-        return super().create_arg(a)
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
+        name = self.state.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None or self.examples.is_running:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            node = self.create_node("get_attr", name, (), {})
+            parameter_proxy_cache[name] = StateProxy(self, node, attr_val)
+        return parameter_proxy_cache[name]
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return InPlaceProxy(node, self)
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Proxy):
+            return a.node
+        if not isinstance(a, Tensor) or id(a) in self.state or a in self.tensor_attrs:
+            return super().create_arg(a)
+        if id(a) not in self.constants:
+            self.constants[id(a)] = self.create_node("call_function", TensorConstant(a), (), {})
+        self.check_constant(self.constants[id(a)])
+        return self.constants[id(a)]
+
+    def check_constant(self, node: fx.Node) -> None:
+        """Raises if a constant was written after it had been recorded, by code that no proxy saw."""
+        constant = cast(TensorConstant, node.target)
+        if constant.tensor._version != constant.version:
+            raise RuntimeError("it writes in place into a tensor that it made from constants and has used before")
+
+    def proxy(self, node: fx.Node) -> Proxy:
+        return ValueProxy(node, self)
+
+    def to_bool(self, obj: Proxy) -> bool:
+        return self.decided(obj, bool)
+
+    def iter(self, obj: Proxy) -> Iterator[Proxy]:
+        return iter([obj[i] for i in range(self.decided(obj, len))])  # pyright: ignore[reportIndexIssue]
+
+    def decided(self, proxy: Proxy, kind: Callable[[Any], Any]) -> Any:
+        """`kind` of the value on the example inputs, on which the trace depends from here on."""
+        try:
+            self.decisions[proxy.node, kind] = answer(self.examples, proxy.node, kind)
+        except DataDependentOutputException as error:
+            raise RuntimeError(f"{kind.__name__}() of what depends on the values of a tensor") from error
+        return self.decisions[proxy.node, kind]
+
+    def class_of(self, proxy: Proxy) -> type:
+        """The class of the value; that of the proxy where no value can be had without real tensors."""
+        try:
+            value = self.examples.of(proxy.node)
+        except Exception as error:
+            logger.debug("%s has no example value: %s", proxy.node, error)
+            return type(proxy)
+        if isinstance(value, Tensor):
+            return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
+        return type(value)
+
+    def has_attribute(self, proxy: Proxy, name: str) -> bool:
+        """Whether the value has an attribute."""
+        return hasattr(self.examples.of(proxy.node), name)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
+        self.examples.reads = self.attributes_read
         placeholders = [
             self.create_proxy("placeholder", f"input_{i}", (), {}) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.call_leaves)
         ]
-        args, kwargs = tree_unflatten(placeholders, self.call_spec)
+        args, kwargs = self.call_structure.build(placeholders)
 
         def call(root: nn.Module) -> Any:
-            return root_fn(root, *args, **kwargs)
+            leaves, self.output_structure = flatten(root_fn(root, *args, **kwargs))
+            return leaves
 
         return call, [self.root]
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, tuple[str, ...]]:
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     """The fx graph of one call of `module`; submodules that cannot be traced become opaque leaves.
 
     Args:
@@ -123,20 +186,18 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         args: Positional arguments of the call, tensors real or fake.
         kwargs: Keyword arguments of the call.
 
-    Returns:
-        A graph whose placeholders are the tensors among the flattened arguments, in order; and why which submodules
-        are opaque, a sentence each.
-
     Raises:
         TraceError: The module's own `forward` cannot be traced; names the line and the remedy.
     """
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, structure = flatten((args, kwargs))
     opaque: dict[str, str] = {}
     while True:
-        tracer = SymbolicTracer(leaves, spec, frozenset(opaque))
+        tracer = SymbolicTracer(module, leaves, structure, frozenset(opaque))
         try:
-            with _undisturbed(module) as changes:
+            with _undisturbed(module) as changes, recorded_factories(tracer), instances_of_values():
                 graph = tracer.trace(module)
+                for constant in tracer.constants.values():
+                    tracer.check_constant(constant)
         except Exception as error:
             where, line = _user_line(error, module)
             if not tracer.entered or tracer.entered[-1] in opaque:
@@ -159,7 +220,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 )
             opaque[path] = f"{path} changes its attribute {name!r} and is run as one operation"
             continue
-        return graph, tuple(opaque.values())
+        decisions = tuple((node, kind, found) for (node, kind), found in tracer.decisions.items())
+        return Capture(graph, decisions, tracer.output_structure, tuple(opaque.values()))
 
 
 @contextmanager

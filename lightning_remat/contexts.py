@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.proxy import Proxy
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -82,6 +83,7 @@ class ContextualTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a run with gradients, whatever the caller's mode."""
         with torch.enable_grad(), self._watched(), watched_attributes() as read:
+            self.attributes_read = read
             self._surroundings = _surroundings()
             graph = super().trace(root, concrete_args)
         note_attributes(graph, root, read)
@@ -148,12 +150,12 @@ class ContextualTracer(fx.Tracer):
 
         def forward(*args: Any) -> Any:
             leaves = tree_leaves(args)
-            if not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+            if not any(isinstance(leaf, Proxy) for leaf in leaves):
                 return original(*args)
             inputs = args if _has_setup(function) else args[1:]
             if function is CheckpointFunction:
                 return _with_gradients(inputs[0], *inputs[2:])  # the plan decides what is recomputed
-            if any(callable(leaf) and not isinstance(leaf, (fx.Proxy, torch.Tensor, type)) for leaf in inputs):
+            if any(callable(leaf) and not isinstance(leaf, (Proxy, torch.Tensor, type)) for leaf in inputs):
                 raise RuntimeError(f"it passes code to {function.__name__}.apply")
             return self.create_proxy("call_function", CustomFunction(function), inputs, {})
 
@@ -162,7 +164,7 @@ class ContextualTracer(fx.Tracer):
             setup: Any = function.setup_context
 
             def setup_context(context: Any, inputs: Any, output: Any) -> None:
-                if not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(inputs)):
+                if not any(isinstance(leaf, Proxy) for leaf in tree_leaves(inputs)):
                     setup(context, inputs, output)
 
             _replace(stack, function, "setup_context", staticmethod(setup_context))

@@ -122,7 +122,8 @@ class Step:
             n: [t._version for t in tensors_of(self.outputs[n] or [])] for n in self.program.traced.outputs
         }
         result = next(n for n in self.program.traced.fx_graph.nodes if n.op == "output").args[0]
-        return fx.map_arg(result, lambda n: returned[n] if n in returned else self.values[n])
+        leaves: Any = fx.map_arg(result, lambda n: returned[n] if n in returned else self.values[n])
+        return self.program.traced.output_spec.build(leaves)
 
     def _run_first(self, n: int, returned: dict[fx.Node, Any]) -> None:
         operation = self.operations[n]

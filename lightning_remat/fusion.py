@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from .recording import Record
+from .recording import Record, written_buffers
 
 Group = list[fx.Node]
 
@@ -44,6 +44,10 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
             if owner in root:
                 span = range(position[owner], position[n] + 1)
                 join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
+    written = written_buffers(records)
+    for n in nodes:
+        if not written.isdisjoint(records[n].views):  # a recomputation of its readers sees the buffer as it was
+            join([n, *n.users])
     while True:
         groups = _collect(nodes, find)
         if clash := _cycle(groups):

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from .cost_model import CostCounter
+from .decisions import call_key, decides_alike
 from .evaluation import attribute, call, detached, evaluate
 from .gradient_probe import GradientProbe, SavedStore
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
 from .meter import Peak, measure_growth, tensor_storage
+from .nested import flatten
 from .python_state import PythonState
 from .random_state import RandomState
 from .recording import buffers_apart
@@ -49,10 +50,15 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
     Raises:
         ValueError: The inputs do not have the structure that was traced.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
     if len(tensors) != len(placeholders):
         raise ValueError(f"profile got {len(tensors)} input tensors, the module was traced with {len(placeholders)}")
+    if call_key(tensors) != traced.call_key and not decides_alike(traced.module, traced.decisions, tensors):
+        raise ValueError(
+            f"{type(traced.module).__name__} decides on inputs of these sizes or types otherwise than on those that it "
+            "was traced with. Remedy: trace it with these"
+        )
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         if fake is not None:

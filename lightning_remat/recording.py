@@ -63,6 +63,12 @@ def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx
         attributes.put_back()
 
 
+def written_buffers(records: dict[fx.Node, Record]) -> set[fx.Node]:
+    """The nodes that fetch a buffer which the module writes somewhere."""
+    names = {name for entry in records.values() for name in entry.buffers}
+    return {n for n in records if n.op == "get_attr" and n.target in names}
+
+
 def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx.Node, Record]:
     if any(isinstance(t, FakeTensor) for t in tensors):
         mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))

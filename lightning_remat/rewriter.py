@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from .decisions import call_key, decides_alike
 from .executor import run_forward
+from .nested import flatten
 from .planner import Plan
 from .program import Program, compile_schedule
 from .refusals import is_captured
@@ -50,6 +51,17 @@ class _Rewritten:
     plan: Plan | None
     run: Callable[..., Any] | None
     watch: Watch | None = None
+    verdicts: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+
+    def is_for(self, module: nn.Module, tensors: list[Tensor]) -> bool:
+        """Whether the program is that of a call on these inputs; found out once for each kind of inputs."""
+        traced = cast(Program, self.program).traced
+        if not traced.decisions:
+            return True
+        key = call_key(tensors)
+        if key not in self.verdicts:
+            self.verdicts[key] = key == traced.call_key or decides_alike(module, traced.decisions, tensors)
+        return self.verdicts[key]
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
@@ -176,12 +188,15 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     assert state is not None
     assert state.program is not None
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     traced = state.program.traced
     if spec != traced.call_spec or not _same_constants(leaves, traced.call_leaves):
         reason = "its arguments are not those that were traced"
     elif torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
+    elif not state.is_for(self, tensors):
+        reason = "it decides on inputs of these sizes or types otherwise than on those that it was traced with"
     else:
         reason = traced.fingerprint.difference(self)
     if reason is not None:
@@ -190,7 +205,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             stacklevel=2,
         )
         return original(self, *args, **kwargs)
-    return run_forward(state.program, self, [leaf for leaf in leaves if isinstance(leaf, Tensor)], state.watch)
+    return run_forward(state.program, self, tensors, state.watch)
 
 
 @functools.cache

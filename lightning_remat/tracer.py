@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .capture import capture
+from .decisions import Decision, call_key
 from .errors import TraceError
 from .fingerprint import Fingerprint
 from .fusion import group
+from .nested import Structure, flatten
 from .recording import Record, record
 
 
@@ -53,7 +55,10 @@ class TracedModule:
         outputs: Indices of the operations whose values the module returns.
         producer: The operation that makes each fx node's value.
         call_spec: Structure of the call's arguments.
+        output_spec: Structure of what the call returns.
+        decisions: What the module's Python decided by the sizes of the call.
         call_leaves: The call's flattened arguments: None for a tensor, else the constant that was traced in.
+        call_key: What else of the call's arguments decisions may have depended on.
         fingerprint: What the module's Python was like.
         reasons: For each submodule that is one operation because it cannot be traced: which, why, and where.
     """
@@ -64,8 +69,11 @@ class TracedModule:
     constants: tuple[fx.Node, ...]
     outputs: tuple[int, ...]
     producer: dict[fx.Node, int]
-    call_spec: TreeSpec
+    call_spec: Structure
+    output_spec: Structure
+    decisions: tuple[Decision, ...]
     call_leaves: tuple[Any, ...]
+    call_key: Hashable
     fingerprint: Fingerprint
     reasons: tuple[str, ...] = ()
 
@@ -92,8 +100,9 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     Raises:
         TraceError: The module cannot be captured; names the line and the remedy.
     """
-    graph, reasons = capture(module, args, kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
+    captured = capture(module, args, kwargs)
+    graph = captured.graph
+    leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     records = record(module, graph, tensors)
     _refuse_foreign_writes(module, graph, records)
@@ -101,7 +110,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     producer = {n: i for i, g in enumerate(groups) for n in g}
     names: set[str] = set()
     operations = tuple(_operation(module, g, k, producer, records, names) for k, g in enumerate(groups))
-    constants = tuple(n for n in graph.nodes if n.op.startswith("call") and n not in producer)
+    constants = _constants(graph, producer, captured.decisions)
     returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
     return TracedModule(
         module,
@@ -111,10 +120,23 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         tuple(sorted({producer[n] for n in returned if n in producer})),
         producer,
         spec,
+        captured.output_structure,
+        captured.decisions,
         tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        call_key(tensors),
         Fingerprint.of(module, graph),
-        reasons,
+        captured.reasons,
     )
+
+
+def _constants(graph: fx.Graph, producer: dict[fx.Node, int], decisions: tuple[Decision, ...]) -> tuple[fx.Node, ...]:
+    """The nodes without tensors that a run needs: all but those that were only asked about while tracing."""
+    asked = {node for node, _, _ in decisions}
+    dropped: set[fx.Node] = set()
+    for n in reversed(graph.nodes):
+        if n.op.startswith("call") and n not in producer and (n.users or n in asked) and dropped.issuperset(n.users):
+            dropped.add(n)
+    return tuple(n for n in graph.nodes if n.op.startswith("call") and n not in producer and n not in dropped)
 
 
 def _refuse_foreign_writes(module: nn.Module, graph: fx.Graph, records: dict[fx.Node, Record]) -> None:

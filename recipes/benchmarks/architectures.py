@@ -1,91 +1,172 @@
-"""How each architecture is captured, and whether a training step stays bitwise equal: one row each.
+"""How each architecture is captured, whether its step stays bitwise equal, and what half of its memory costs.
 
-python recipes/benchmarks/architectures.py [resnet50 swin_t timm:resnet26 …]
+python recipes/benchmarks/architectures.py [resnet50 gpt …] [--planner auto] [--effort 0.1]
 
-Without names: one member of every torchvision classification and segmentation family. `timm:NAME` takes a
-network of timm, where that is installed. Weights are never downloaded.
+Every network of `networks.zoo` (or those whose names contain one of the words given) is trained for a step on real
+tensors at a small size, plainly and at a lowest peak, and both are compared bit by bit: outputs, gradients,
+buffers, random state. Peak and overhead are those of a step at 224 pixels or 256 tokens on fake tensors, planned for
+half of the plain peak. A run of all networks writes recipes/results/architectures.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib
+import importlib.metadata
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 import torch
-import torchvision
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_remat import InfeasibleBudgetError, Plan, TraceError, plan, profile, rematerialize, trace
+from lightning_remat import Graph, InfeasibleBudgetError, Plan, TraceError, plan, profile, rematerialize, trace
 
-FAMILIES = (
-    "alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet1_0 "
-    "mobilenet_v2 mobilenet_v3_small regnet_y_400mf resnet18 resnext50_32x4d wide_resnet50_2 shufflenet_v2_x1_0 "
-    "squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16 deeplabv3_resnet50 fcn_resnet50 lraspp_mobilenet_v3_large"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.peaks import measured_peak
+from networks.zoo import ARCHITECTURES, Architecture
+
+RESULTS = Path(__file__).parent.parent / "results" / "architectures.md"
+LIBRARIES = ("torch", "torchvision", "timm", "segmentation_models_pytorch", "transformers")
+HEADER = (
+    "| source | architecture | rung | nodes | bitwise equal | recomputed there | plain peak | peak for half of it "
+    "| reduction | overhead | seconds to trace, profile, plan |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def build(name: str) -> nn.Module:
-    """The untrained network of that name."""
-    if name.startswith("timm:"):
-        return importlib.import_module("timm").create_model(name.removeprefix("timm:"), pretrained=False)
-    options = {"weights_backbone": None} if name in torchvision.models.segmentation.__dict__ else {}
-    options |= {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, **options)
-
-
-def step(module: nn.Module, x: Tensor) -> list[Tensor]:
+def step(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Outputs, gradients, buffers and random state of one training step."""
     torch.manual_seed(1)
     module.zero_grad()
-    outputs = [t for t in tree_leaves(module(x)) if isinstance(t, Tensor)]
+    outputs = [t for t in tree_leaves(module(x)) if isinstance(t, Tensor) and t.requires_grad]
     torch.stack([t.square().mean() for t in outputs]).sum().backward()
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [*(t.detach() for t in outputs), *gradients, *module.buffers(), torch.get_rng_state()]
+    found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found | dict(module.named_buffers()) | {"random state": torch.get_rng_state()}
 
 
-def plan_at_half(module: nn.Module, x: Tensor, planner: str) -> Plan:
-    """The plan for half the plain peak, or for the planner's lowest peak."""
+def differences(plain: dict[str, Tensor], ours: dict[str, Tensor]) -> list[str]:
+    """What is not the same in every bit."""
+    assert plain.keys() == ours.keys()
+    return [name for name in plain if not torch.equal(plain[name].nan_to_num(), ours[name].nan_to_num())]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A real step at a small size under a plan.
+
+    Attributes:
+        rung: How the module was captured.
+        plan: The plan, at a planner's lowest peak.
+        different: What is not bitwise equal to the plain step.
+        peak_bytes: Measured.
+    """
+
+    rung: str
+    plan: Plan
+    different: list[str]
+    peak_bytes: int
+
+
+def lowest(module: nn.Module, x: Tensor) -> Plan:
+    """The plan for the lowest peak of a quick planner, or of a thorough one where the quick one recomputes nothing."""
     graph = profile(trace(module, x), x, repeats=1)
-    whole = plan(graph, 1 << 62, "keep_all").peak_bytes
+    made = _at_lowest(graph, "chen_cheap")
+    return made if made.num_recomputed else _at_lowest(graph, "auto", effort=0.02)
+
+
+def _at_lowest(graph: Graph, planner: str, **options: float) -> Plan:
     try:
-        return plan(graph, whole // 2, planner)
+        return plan(graph, 1, planner, **options)
     except InfeasibleBudgetError as error:
-        return plan(graph, int(error.minimum_bytes), planner)
+        return plan(graph, int(error.minimum_bytes), planner, **options)
 
 
-def row(name: str, planner: str) -> str:
-    """One line of the table."""
-    plain = build(name)
+def rung_of(module: nn.Module, made: Plan) -> str:
+    """`symbolic trace`, or which submodules became leaves."""
+    modules = dict(module.named_modules())
+    named = [modules[n.name] for n in made.graph.nodes if n.name in modules]
+    leaves = [m for m in named if not type(m).__module__.startswith("torch.nn.")]
+    kinds = ", ".join(dict.fromkeys(type(m).__name__ for m in leaves))
+    return f"widened leaves: {len(leaves)} {kinds}" if leaves else "symbolic trace"
+
+
+def try_small(architecture: Architecture) -> Trial:
+    """Trains one step plainly and one at the lowest peak.
+
+    Raises:
+        TraceError: The network is left alone.
+    """
+    torch.manual_seed(0)
+    plain = architecture.build()
+    x = architecture.inputs(*architecture.small)
     ours = copy.deepcopy(plain)
-    size = 299 if name == "inception_v3" else 224 if name.startswith(("maxvit", "vit", "swin", "timm")) else 96
-    x = torch.randn(2, 3, size, size)
-    try:
-        made = plan_at_half(ours, x, planner)
-    except TraceError as error:
-        return f"| {name} | left alone: {error} | | | |"
+    made = lowest(ours, x)
+    rung = rung_of(ours, made)
     rematerialize(ours, x, plan=made)
-    is_equal = all(torch.equal(a, b) for a, b in zip(step(plain, x), step(ours, x), strict=True))
-    modules = dict(plain.named_modules())
-    opaque = [
-        n.name
-        for n in made.graph.nodes
-        if n.name in modules and not type(modules[n.name]).__module__.startswith("torch.nn")
-    ]
-    rung = f"traced, {len(opaque)} opaque" if opaque else "traced"
-    reduction = 1 - made.peak_bytes / made.plain.peak_bytes
-    return f"| {name} | {rung} | {len(made.graph.nodes)} | {'yes' if is_equal else 'NO'} | {reduction:.0%} |"
+    different = differences(step(plain, x), step(ours, x))
+    return Trial(rung, made, different, measured_peak(ours, x))
+
+
+def plan_large(architecture: Architecture, planner: str, **options: float) -> tuple[Plan, bool, str]:
+    """The plan for half of the plain peak, or for the lowest; whether it is the former; seconds of the stages."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        module = copy.deepcopy(architecture.build())
+    with mode:
+        x = architecture.inputs(*architecture.large)
+        times = [time.process_time()]
+        traced = trace(module, x)
+        times.append(time.process_time())
+        graph = profile(traced, x)
+        times.append(time.process_time())
+    half = plan(graph, 1 << 62, "keep_all").peak_bytes // 2
+    try:
+        made, is_half = plan(graph, half, planner, **options), True
+    except InfeasibleBudgetError as error:
+        made, is_half = plan(graph, int(error.minimum_bytes), planner, **options), False
+    times.append(time.process_time())
+    return made, is_half, ", ".join(f"{after - before:.1f}" for before, after in pairwise(times))
+
+
+def row(architecture: Architecture, planner: str, **options: float) -> str:
+    """One line of the table."""
+    start = f"| {architecture.source} | {architecture.name} |"
+    try:
+        trial = try_small(architecture)
+        made, is_half, seconds = plan_large(architecture, planner, **options)
+    except TraceError as error:
+        return f"{start} left alone: {error} | | | | | | | | |"
+    equal = "yes" if not trial.different else f"NO: {trial.different[0]}"
+    plain, peak, note = made.plain.peak_bytes, made.peak_bytes, "" if is_half else " (lowest)"
+    return (
+        f"{start} {trial.rung} | {len(made.graph.nodes)} | {equal} | {trial.plan.num_recomputed} | "
+        f"{plain / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB{note} | {1 - peak / plain:.0%} | "
+        f"{made.recompute_overhead:.1%} | {seconds} |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=FAMILIES.split())
-    parser.add_argument("--planner", default="chen_cheap")
+    parser.add_argument("names", nargs="*", default=[""])
+    parser.add_argument("--planner", default="auto")
+    parser.add_argument("--effort", type=float, default=0.1, help="of the planner auto")
     arguments = parser.parse_args()
-    print("| network | capture | nodes | bitwise equal | peak reduction |\n|---|---|---|---|---|")
-    for name in arguments.names:
-        print(row(name, arguments.planner), flush=True)
+    options = {"effort": arguments.effort} if arguments.planner == "auto" else {}
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
+    command = f"python recipes/benchmarks/architectures.py --planner {arguments.planner} --effort {arguments.effort}"
+    lines = [f"`{command}`, {versions}\n", HEADER]
+    print("\n".join(lines), flush=True)
+    for architecture in ARCHITECTURES:
+        if any(name.lower() in architecture.name.lower() for name in arguments.names):
+            lines.append(row(architecture, arguments.planner, **options))
+            print(lines[-1], flush=True)
+    if arguments.names == [""]:
+        RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Arguments and results nested in tuples, lists, dicts, dataclasses and what pytrees know, as flat lists and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How leaves are nested.
+
+    Attributes:
+        spec: The pytree.
+        records: The dataclasses among its leaves: place, class, names of the fields, structure of their values.
+    """
+
+    spec: TreeSpec
+    records: tuple[tuple[int, type, tuple[str, ...], Structure], ...]
+
+    def build(self, leaves: Iterable[Any]) -> Any:
+        """The nested value with these leaves."""
+        return self._built(iter(leaves))
+
+    def _built(self, leaves: Iterator[Any]) -> Any:
+        records = {place: (kind, names, structure) for place, kind, names, structure in self.records}
+        values: list[Any] = []
+        for place in range(self.spec.num_leaves):
+            if place not in records:
+                values.append(next(leaves))
+                continue
+            kind, names, structure = records[place]
+            value: Any = object.__new__(cast(Any, kind))
+            for name, field in zip(names, structure._built(leaves), strict=True):
+                object.__setattr__(value, name, field)
+            values.append(value)
+        return tree_unflatten(values, self.spec)
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a nested value, and what `build` makes it from again."""
+    parts, spec = tree_flatten(value)
+    leaves: list[Any] = []
+    records: list[tuple[int, type, tuple[str, ...], Structure]] = []
+    for place, part in enumerate(parts):
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            names = tuple(field.name for field in dataclasses.fields(part))
+            inner, structure = flatten([getattr(part, name) for name in names])
+            leaves += inner
+            records.append((place, type(part), names, structure))
+        else:
+            leaves.append(part)
+    return leaves, Structure(spec, tuple(records))
