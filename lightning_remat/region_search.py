@@ -59,8 +59,7 @@ def find_regions(root: nn.Module, step: Callable[[], object]) -> Regions:
                     traced[module] = _traced([call for call in calls if call.module is module])
                 except TraceError as error:
                     failed.add(module)
-                    if not type(module).__module__.startswith("torch.nn."):  # one operation: nothing is lost
-                        reasons[names[module]] = f"{names[module]}: {error}"
+                    reasons[names[module]] = f"{names[module]}: {error}"
         if not failed:
             found = {call.name: traced[call.module] for call in calls}
             return Regions(tuple(calls), found, view.saved_bytes, tuple(reasons.values()))
@@ -90,9 +89,13 @@ def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """The submodules right below that have a forward, those in containers included."""
+    """The submodules right below that have a forward, those in containers included.
+
+    A layer of PyTorch's without submodules is left out: it is one operation, whose input the code around it holds.
+    """
     for name, child in module.named_children():
-        if name == "parametrizations":
+        is_layer = type(child).__module__.startswith("torch.nn.") and not any(child.children())
+        if name == "parametrizations" or is_layer:
             continue
         if type(child).forward is nn.Module.forward:
             yield from _callable_children(child)
