@@ -1,4 +1,7 @@
-"""What can go wrong, as exceptions that carry their facts as attributes."""
+"""What can go wrong, as exceptions that carry their facts as attributes and travel between processes."""
+
+from functools import partial
+from typing import Any
 
 
 class InfeasibleBudgetError(ValueError):
@@ -23,6 +26,10 @@ class InfeasibleBudgetError(ValueError):
         self.minimum_bytes = minimum_bytes
         self.budget_bytes = budget_bytes
         self.node = node
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = {"minimum_bytes": self.minimum_bytes, "budget_bytes": self.budget_bytes, "node": self.node}
+        return partial(type(self), **facts), self.args
 
 
 class ScheduleError(ValueError):

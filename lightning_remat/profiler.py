@@ -75,7 +75,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
             for n in range(len(traced.operations)):
                 profiler.measure(n)
             profiler.start_over()
-        nodes = tuple(profiler.measure(n) for n in range(len(traced.operations)))
+        nodes = profiler.owned([profiler.measure(n) for n in range(len(traced.operations))])
         if fake is None:
             nodes = profiler.timed(nodes, repeats)
     return Graph(
@@ -115,6 +115,9 @@ class _Profiler:
 
     def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool, with_scratch: bool) -> None:
         self.traced, self.given = traced, values
+        # id of a parameter or input -> the last operation so far whose backward gives it a gradient
+        self.gradient_owner: dict[int, int] = {}
+        self.made_later: list[tuple[int, bool, int]] = []  # operation, whether of a parameter, bytes: see `owned`
         self.start_over()
         self.module, self.operations = traced.module, traced.operations
         tensors = list(values.values())
@@ -126,13 +129,13 @@ class _Profiler:
         self.external = {key for t in owned if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self.last_reader: dict[fx.Node, int] = {}
-        self.gradient_owner: dict[int, int] = {}  # id of a parameter or input -> the last operation that reads it
         for n, operation in enumerate(self.operations):
             self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
-            self.gradient_owner |= dict.fromkeys((id(t) for t in self._own_tensors(n)), n)
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
+        self.gradient_owner.clear()
+        self.made_later.clear()
         self.values = dict(self.given)
         self.constants_pending = list(self.traced.constants)
 
@@ -211,11 +214,11 @@ class _Profiler:
         contributions = _logical_bytes(
             g for g, p in zip(gradients, producers, strict=False) if g is not None and p in fresh
         )
-        here = [
-            (t, g)
-            for t, g in zip(own, gradients[len(inner) :], strict=True)
-            if g is not None and self.gradient_owner[id(t)] == n
-        ]
+        here = [(t, g) for t, g in zip(own, gradients[len(inner) :], strict=True) if g is not None]
+        for t, g in here:
+            if (earlier := self.gradient_owner.get(id(t))) is not None:
+                self.made_later.append((earlier, isinstance(t, nn.Parameter), _logical_bytes([g])))
+            self.gradient_owner[id(t)] = n
         parameter_bytes = _storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
         input_bytes = _storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
@@ -233,6 +236,25 @@ class _Profiler:
             shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
         )
         return node, counter.seconds
+
+    def owned(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
+        """The nodes, each gradient of a parameter or input counted where the step makes it first.
+
+        That is the last operation with a gradient for it, whose backward comes first. What an earlier one makes is
+        added to it, and is part of that one's workspace. Only the backwards tell which operations have one: the size
+        of a parameter that `reshape_as` reads gives it none.
+        """
+        result = list(nodes)
+        for n, is_parameter, num_bytes in self.made_later:
+            node = result[n]
+            part = min(num_bytes, node.parameter_bytes if is_parameter else node.input_gradient_bytes)
+            workspace = node.backward_workspace_bytes + part
+            if is_parameter:
+                node = replace(node, parameter_bytes=node.parameter_bytes - part)
+            else:
+                node = replace(node, input_gradient_bytes=node.input_gradient_bytes - part)
+            result[n] = replace(node, backward_workspace_bytes=workspace)
+        return tuple(result)
 
     def _growth_with_release(self, n: int, inputs: dict[fx.Node, Any], targets: list[Tensor]) -> int:
         """Growth of memory in the backward where the output and the tape go when they have been read."""

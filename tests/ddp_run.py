@@ -33,7 +33,7 @@ def main(folder: Path, kind: str) -> None:
     callbacks = []
     if kind == "search":
         # The ranks do not have the same memory: rank 1 has less.
-        free = {"0": 30 * 2**20, "1": 10 * 2**20}
+        free = {"0": 48 * 2**20, "1": 16 * 2**20}
         callbacks = [Rematerialization("periodic", margin=0.0)]
         alive = sum(t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()])
         batch_size.device_memory = lambda device: DeviceMemory(free[str(trainer_rank())] - alive, 2**30)

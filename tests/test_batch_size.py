@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from lightning_remat import InfeasibleBudgetError, Rematerialization, find_batch_size, restore
+from lightning_remat import InfeasibleBudgetError, Rematerialization, TraceError, find_batch_size, restore
 from lightning_remat.result import Result
 
 pytestmark = [
@@ -283,6 +283,7 @@ def test_plain_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="Fabric's wrapper registers a hook on its output, which the trace refuses", raises=TraceError)
 def test_fabric() -> None:
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")

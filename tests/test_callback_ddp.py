@@ -25,7 +25,7 @@ def test_ranks_plan_for_the_smallest_memory(tmp_path: Path) -> None:
     first, second = ranks(tmp_path, "search")
     for name in ("batch_size", "schedule", "budget_bytes", "parameters"):
         assert first[name] == second[name], name
-    assert first["budget_bytes"] == 10 * 2**20
+    assert first["budget_bytes"] == 16 * 2**20
     assert first["measured_peak_bytes"] <= first["budget_bytes"]
     assert first["num_recomputed"] > 0
     assert first["sizes"][:2] == [first["batch_size"]] * 2

@@ -145,7 +145,9 @@ def test_self_check_passes_and_notices_a_difference(tmp_path: Path, monkeypatch:
             return factor * super().training_step(batch, batch_idx)
 
     callback, module = Rematerialization("periodic", **options), seeded(Telling)
-    with pytest.warns(UserWarning, match="leaves the model as it is: a planned step differs in its loss"):
+    with pytest.warns(
+        UserWarning, match="leaves the model as it is: a planned step differs from the plain one in its loss"
+    ):
         run(tmp_path, module, callback)
     assert callback.result is None
     assert module.steps == 4
