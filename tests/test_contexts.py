@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import assert_equal_steps, recomputing_copy, rewrite
+from rewriting import Between, assert_equal_steps, recomputing_copy, rewrite
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -16,17 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_remat import TraceError, trace
 
 X = torch.randn(5, 6)
-
-
-class Between(nn.Module):
-    """Layers around what a test does in a forward."""
-
-    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.does = nn.Linear(6, 6), nn.Linear(6, 6), does
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.does(self.first(x).sigmoid())).sigmoid()
 
 
 class Inside(nn.Module):

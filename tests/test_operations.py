@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from rewriting import assert_equal_steps, recomputing_copy, rewrite, step_on_all_outputs
+from rewriting import Between, assert_equal_steps, recomputing_copy, rewrite, step_on_all_outputs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_steps import assert_equal_traces, traces
@@ -19,17 +19,6 @@ from lightning_remat import TraceError, trace
 
 X = torch.randn(8, 6)
 IMAGES = torch.randn(4, 6, 5, 5)
-
-
-class Between(nn.Module):
-    """Layers around a function, so that there is something to recompute before and after it."""
-
-    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.does = nn.Linear(6, 6), nn.Linear(6, 6), does
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.does(self.first(x).sigmoid())).sigmoid()
 
 
 def in_place_on_a_slice(x: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from lightning_remat.planners import feng, kusumoto, rotor
 from lightning_remat.planners.storage_graph import merge_views
 from lightning_remat.stages import cut_stages, stage_figures, to_chain
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
+from papers.feng2018 import pairwise
 
 PUBLISHED = Path(__file__).with_name("planning_seconds.csv")
 PREACTIVATED = {"resnet200": imagenet_resnet, "resnet1001": cifar_resnet}
@@ -177,21 +178,6 @@ def on_vertices(row: Published, graph: Graph) -> Iterator[tuple[str, Timed]]:
             return f"{len(costs)} vertices, cut-off {cut_off:.0%} (paper {row.vertices}, {row.cut_off_percent}%)"
 
         yield name, timed(call)
-
-
-def pairwise(edges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The edges with each concatenation that extends an earlier one by one vertex reading that one and the vertex."""
-    inputs: dict[int, frozenset[int]] = {}
-    for a, b in edges:
-        inputs[b] = inputs.get(b, frozenset()) | {a}
-    made: dict[frozenset[int], int] = {}
-    found: list[tuple[int, int]] = []
-    for v in sorted(inputs):
-        newest = max(inputs[v])
-        earlier = made.get(inputs[v] - {newest})
-        made[inputs[v]] = v
-        found += [(a, v) for a in (inputs[v] if earlier is None else (earlier, newest))]
-    return found
 
 
 ABSTRACT: dict[str, Callable[[Published, Graph], Iterator[tuple[str, Timed]]]] = {
