@@ -37,4 +37,4 @@ def test_there_are_exactly_two_commands() -> None:
     commands = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
     assert len(commands) == 2
     assert "recipes/train.py" in commands[0]
-    assert commands[1].strip().endswith("pytest")
+    assert commands[1].strip().endswith("pytest -n 2")
