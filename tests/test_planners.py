@@ -112,7 +112,6 @@ def test_odd_graphs_are_planned_alike(planner: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="open: fails on one of its random graphs, not yet looked into")
 @given(graph=graphs())
 @settings(deadline=None, max_examples=15)
 def test_auto_is_never_slower_and_goes_lowest(graph: Graph) -> None:

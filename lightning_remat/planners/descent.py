@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .fast_simulator import NONE, Problem, Small, Work, no_windows, replay, work_for
-from .gaps import END, START, VALUE, change_over, excess_of, try_gaps
+from .gaps import END, HELD, START, VALUE, change_over, excess_of, try_gaps
 from .moves import Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
 
 NODES_PER_MOVE = 150
@@ -98,7 +98,7 @@ class Search:
         excess = excess_of(self.work, limit)
         highest = int(self.work.most.argmax())
         rows, _, _ = list_drops(self.problem, self.work, num_actions, limit)
-        rows = rows[(rows[:, START] < highest) & (rows[:, END] > highest)]
+        rows = rows[(rows[:, START] + 2 - rows[:, HELD] <= highest) & (rows[:, END] > highest)]
         if not len(rows):
             return False
         _, new_seconds, new_excess, replayed = try_gaps(self.problem, windows, self.work, rows, limit)

@@ -29,8 +29,9 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
     """Every gap between two uses of a value in the schedule just replayed.
 
     Returns:
-        Rows (value, step of the earlier use, step of the later use, whether the value is held between); the value's
-        bytes; the seconds of the run that makes it again.
+        Rows (value, step of the earlier use, step of the later use, how the value is held between: 0 not at all, 1 from
+        the end of the earlier step, 2 from within it, after whose runs the step's own action does not need it); the
+        value's bytes; the seconds of the run that makes it again.
     """
     count = len(problem.seconds)
     nodes = problem.nodes
@@ -41,6 +42,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
     found = 0
     for at in range(num_actions - 1, -1, -1):
         a, step = work.action[at], work.step[at]
+        held = 2 if at + 1 < num_actions and work.step[at + 1] == step else 1
         if a >= 0:
             first, last, needs = problem.read_start[a], problem.read_start[a + 1], problem.read
             for v in range(a, a + count + 1, count):
@@ -48,7 +50,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                     continue
                 other = used[v] if used[v] >= 0 else made[v]
                 if other > step and found < len(rows):
-                    _put(rows, found, v, step, other, used[v] >= 0)
+                    _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
                     sizes[found] = nodes[a, TAPE] if v >= count else nodes[a, OUTPUT]
                     found += 1
                 used[v] = -1
@@ -63,7 +65,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                 continue
             other = used[v] if used[v] >= 0 else made[v]
             if other > step and found < len(rows):
-                _put(rows, found, v, step, other, used[v] >= 0)
+                _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
                 sizes[found] = nodes[v, OUTPUT]
                 found += 1
             used[v] = step
@@ -75,7 +77,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
 
 
 @njit
-def _put(rows: Small, at: int, v: int, start: int, end: int, held: bool) -> None:
+def _put(rows: Small, at: int, v: int, start: int, end: int, held: int) -> None:
     rows[at, 0] = v
     rows[at, 1] = start
     rows[at, 2] = end
@@ -164,7 +166,7 @@ def with_twins(rows: Small, sizes: Ints, seconds: Floats, count: int) -> tuple[S
         best, other, overlap = -1, first[rows[k, 0] - count], 0
         while other >= 0:
             common = min(rows[k, 2], rows[other, 2]) - max(rows[k, 1], rows[other, 1])
-            if rows[other, 3] == rows[k, 3] and common > overlap:
+            if (rows[other, HELD] > 0) == (rows[k, HELD] > 0) and common > overlap:
                 best, overlap = other, common
             other = after[other]
         if best >= 0:

@@ -105,7 +105,7 @@ def list_drops(problem: Problem, work: Work, num_actions: int, limit: int) -> tu
     gains = np.zeros(len(rows))
     for k in range(len(rows)):
         if rows[k, HELD]:
-            start, end = rows[k, START] + 1, rows[k, END]
+            start, end = rows[k, START] + 2 - rows[k, HELD], rows[k, END]
             gains[k] = min(float(sizes[k] * (above[end] - above[start])), total[end] - total[start])
     is_useful = gains > 0
     return rows[is_useful], gains[is_useful], seconds[is_useful]

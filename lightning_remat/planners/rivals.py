@@ -8,6 +8,7 @@ from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
 from ..simulator import simulate
+from .checkmate import plan_checkmate
 from .chen import plan_chen
 from .chen_cheap import plan_chen_cheap
 from .chen_recursive import plan_chen_recursive
@@ -31,6 +32,7 @@ RIVALS: dict[Callable[[Graph, int], Schedule], int] = {
     plan_feng: 120,
     plan_kusumoto_exact: 40,
     plan_revolve: 24,
+    plan_checkmate: 12,
 }
 """Planner → the most nodes of a graph that it answers quickly, for what its answers are worth."""
 
