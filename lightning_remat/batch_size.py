@@ -99,7 +99,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             good = result
         uninstall(modules)
     if good is not None:
-        return good, _rewritten(trial, good.batch_size, good.step)
+        return good, install(trial, good.batch_size, good.step)
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
     raise InfeasibleBudgetError(
         f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the "
@@ -108,18 +108,11 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     )
 
 
-def _rewritten(trial: Trial, size: int, step: StepPlan) -> list[nn.Module]:
-    """Rewrites the regions by the plan; a batch is held only meanwhile."""
-    calls = trial.look_through(size)
-    install(trial, calls, step)
-    return [call.module for call in calls]
-
-
 def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tuple[list[nn.Module], int]:
     """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it."""
     modules: list[nn.Module] = []
     try:
-        modules = _rewritten(trial, size, step)
+        modules = install(trial, size, step)
         measured = trial.measure(size, with_scratch=settings.counts_scratch)
     except BaseException as error:
         uninstall(modules)

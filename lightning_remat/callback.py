@@ -15,7 +15,7 @@ from .batch_search.batch_resizing import batch_size_of, has_batch_dimension
 from .batch_search.trial import install, uninstall
 from .batch_size import find
 from .budget import Budget
-from .errors import InfeasibleBudgetError
+from .errors import InfeasibleBudgetError, TraceError
 from .footprint import optimizer_tensors, tensors_in
 from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
@@ -64,6 +64,7 @@ class Rematerialization(Callback):
         resume: Whether a run resumed from a checkpoint reuses the plan and batch size stored in it.
         plan_path: A report of an earlier run to reuse if it fits this one; written otherwise.
         on_infeasible: Where nothing fits: `"raise"`, plan the lowest peak (`"minimum"`), or train the `"plain"` model.
+            The latter is also done, with a warning, where nothing can be captured and `batch_size="keep"`.
         on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget.
         modules: Submodules of the LightningModule to rewrite, or their names; None for those that it calls.
         self_check: Whether one step with and without the plan is compared first (loss, gradients, buffers, random
@@ -143,10 +144,7 @@ class Rematerialization(Callback):
         mark = fingerprint(trial, self.settings)
         result = self._stored(mark)
         if result is not None:
-            calls = trial.look_through(result.batch_size)
-            modules = [call.module for call in calls]
-            install(trial, calls, result.step)
-            del calls  # they hold a batch
+            modules = install(trial, result.batch_size, result.step)
         else:
             try:
                 result, modules = find(trial, self.settings)
@@ -158,6 +156,11 @@ class Rematerialization(Callback):
                     return
                 rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
                 result, modules = find(trial, self.settings, lowest=True)
+            except TraceError as error:
+                if self.settings.batch_size != "keep" and self.settings.on_infeasible != "plain":
+                    raise  # a size is asked for that nothing can be said about
+                rank_zero_warn(f"Rematerialization leaves the model as it is: {error}")
+                return
         self._undo.append(lambda: uninstall(modules))
         if self.settings.self_check:
             difference = find_difference(pl_module, lambda: trial.outcome(trial.batch_size))

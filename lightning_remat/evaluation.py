@@ -28,26 +28,25 @@ def evaluate(module: nn.Module, operation: Operation, fetch: Fetch, *, is_first:
     values: dict[fx.Node, Any] = {}
 
     def resolve(n: fx.Node) -> Any:
-        if n in values:
-            return values[n]
-        if n.op == "get_attr":
-            return attribute(module, str(n.target))
-        return fetch(n)
+        return values[n] if n in values else fetch(n)
 
     for part in operation.parts:
         values[part] = call(module, part, resolve, is_first=is_first)
     return [values[n] for n in operation.outputs]
 
 
-def call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> Any:
-    """The value of one fx node, its arguments resolved, in the contexts in which it was recorded."""
+def call(module: nn.Module, n: fx.Node, fetch: Fetch, *, is_first: bool) -> Any:
+    """The value of one fx node, its arguments fetched, in the contexts in which it was recorded."""
     if has_contexts(n):
         with entered(n):
-            return _call(module, n, resolve, is_first=is_first)
-    return _call(module, n, resolve, is_first=is_first)
+            return _call(module, n, fetch, is_first=is_first)
+    return _call(module, n, fetch, is_first=is_first)
 
 
-def _call(module: nn.Module, n: fx.Node, resolve: Fetch, *, is_first: bool) -> Any:
+def _call(module: nn.Module, n: fx.Node, fetch: Fetch, *, is_first: bool) -> Any:
+    def resolve(i: fx.Node) -> Any:
+        return attribute(module, str(i.target)) if i.op == "get_attr" else fetch(i)
+
     args: Any = _resolved(n.args, resolve)
     kwargs: Any = map_aggregate(n.kwargs, lambda a: resolve(a) if isinstance(a, fx.Node) else a) if n.kwargs else {}
     target: Any = n.target

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .meter import measure_peak, tensor_storage
-from .regions import Call
+from .regions import Call, View
 from .stopwatch import Stopwatch
 
 
@@ -80,19 +80,24 @@ def _zero_loss() -> Tensor:
     return torch.zeros(())
 
 
-def outside_bytes(module: nn.Module, calls: Sequence[Call], batch: Sequence[Tensor]) -> int:
-    """Parameters (with gradients), buffers and batch that no region holds."""
+def outside_bytes(module: nn.Module, view: View, batch: Sequence[Tensor]) -> int:
+    """What is alive beside the regions of a step, less what these count more than once; may be negative.
+
+    That is parameters (with gradients), buffers and batch that no region holds, and what the code between the regions
+    saves.
+    """
     inside: list[Tensor] = []
-    for call in calls:
+    for call in view.calls:
         inside += [*call.module.parameters(), *call.module.buffers(), *tensors_in((call.args, call.kwargs))]
     known = _storages(inside)
     parameters = [p for p in module.parameters() if p.requires_grad]
     outside = _storages([*module.parameters(), *module.buffers(), *batch])
     gradients = _storages(parameters)
-    return sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)
+    owned = sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)
+    return owned + view.saved_bytes - _counted_twice_bytes(view.calls)
 
 
-def counted_twice_bytes(calls: Sequence[Call]) -> int:
+def _counted_twice_bytes(calls: Sequence[Call]) -> int:
     """What the regions of a step count more than once when each counts its parameters, buffers and inputs.
 
     An input that another region returned is counted there; parameters and inputs may be shared.

@@ -350,13 +350,10 @@ class _Profiler:
         waiting: list[fx.Node] = []
         for constant in self.constants_pending:
             if all(i in self.values or i.op == "get_attr" for i in constant.all_input_nodes):
-                self.values[constant] = call(self.module, constant, self._constant_input, is_first=False)
+                self.values[constant] = call(self.module, constant, self.values.__getitem__, is_first=False)
             else:
                 waiting.append(constant)
         self.constants_pending = waiting
-
-    def _constant_input(self, node: fx.Node) -> Any:
-        return attribute(self.module, str(node.target)) if node.op == "get_attr" else self.values[node]
 
     def _free(self, n: int) -> None:
         """Drops the values that nobody reads any more."""

@@ -41,6 +41,12 @@ def reason_against(module: nn.Module) -> str | None:
     return None
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of the module are in one piece only during its own forward and backward."""
+    names = [name for name in REMEDIES if "fsdp" in name]
+    return any(_is_instance(submodule, name) for submodule in module.modules() for name in names)
+
+
 def _is_instance(module: nn.Module, name: str) -> bool:
     file, _, kind = name.rpartition(".")
     loaded = sys.modules.get(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import nn
 
 from .budget import format_bytes
 from .errors import InfeasibleBudgetError, TraceError
-from .footprint import counted_twice_bytes, outside_bytes, tensors_in
+from .footprint import outside_bytes, tensors_in
 from .graph import Graph
 from .planner import Plan
-from .profiler import profile
-from .region_search import Regions, find_regions, traced_call
-from .regions import find_calls
+from .region_search import find_regions, parts_of, traced_call
+from .regions import View, look_through
 from .rewriter import checked_program, install_regions
 from .schedule import Schedule
 from .step_memory import Surroundings
@@ -55,53 +54,42 @@ def rewrite_regions(
         ValueError: `plan` was made for another module.
     """
 
-    def step() -> None:
+    def look(watched: Sequence[Any] | None) -> View:
         with untouched(module, args, kwargs):
-            module(*args, **kwargs)
+            return look_through(module, lambda: module(*args, **kwargs), watched)
 
     if plan is not None:
-        _install_earlier(module, step, plan, error)
+        _install_earlier(module, look, plan, error)
         return plan
-    regions = find_regions(module, step)
-    graphs = _profiled(regions)
+    regions = find_regions(look, list(parts_of(module)))
+    profiles = regions.profiled()
+    # Only where there is anything to discard.
+    graphs = {k: g for k, g in profiles.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
     if not graphs:
-        tried = "".join(f"\n  {reason}" for reason in regions.reasons) or " it calls none that save anything"
         raise TraceError(
-            f"{error}. Nor can its submodules be rematerialized one by one:{tried}", where=error.where
+            f"{error}. Nor can its submodules be rematerialized one by one:{regions.tried}", where=error.where
         ) from error
-    calls = [call for call in regions.calls if call.name in graphs]
-    resident = outside_bytes(module, calls, tensors_in((args, kwargs))) + regions.saved_bytes
+    view = replace(regions.view, calls=[call for call in regions.view.calls if call.name in graphs])
     parts = _Parts(
         module,
         args,
         kwargs,
-        keys=tuple(call.name for call in calls),
+        keys=tuple(call.name for call in view.calls),
         graphs=graphs,
         traced=regions.traced,
-        reasons=(str(error), *regions.reasons, *_reasons_inside(regions)),
+        reasons=(str(error), *regions.reasons),
     )
-    around = Surroundings(resident - counted_twice_bytes(calls), 0, is_alone=True)
-    del regions, calls  # they hold the arguments of all calls, which the steps to be measured make again
+    around = Surroundings(outside_bytes(module, view, tensors_in((args, kwargs))), 0, is_alone=True)
+    del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     return _fitted(parts, around, budget_of, planner)
 
 
-def _profiled(regions: Regions) -> dict[str, Graph]:
-    """Submodule name → its profile, where there is anything to discard."""
-    graphs: dict[str, Graph] = {}
-    for call in regions.calls:
-        if call.name not in graphs:
-            graphs[call.name] = profile(regions.traced[call.name], *call.args, **call.kwargs)
-    return {k: g for k, g in graphs.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
-
-
-def _reasons_inside(regions: Regions) -> list[str]:
-    return [f"{name}.{reason}" for name, traced in regions.traced.items() for reason in traced.reasons]
-
-
-def _install_earlier(module: nn.Module, step: Callable[[], None], plan: Plan, error: TraceError) -> None:
+def _install_earlier(
+    module: nn.Module, look: Callable[[Sequence[Any] | None], View], plan: Plan, error: TraceError
+) -> None:
     if plan.step is None:
         raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
-    calls = {call.name: call for call in find_calls(module, step, list(plan.step.plans))}
+    calls = {call.name: call for call in look(list(plan.step.plans)).calls}
     programs = {name: checked_program(traced_call(calls[name]), part) for name, part in plan.step.plans.items()}
     install_regions(module, programs, plan)
 

@@ -1,4 +1,4 @@
-"""Which parts of a module can be captured where the whole cannot: the outermost submodules that trace."""
+"""Which parts of a module or step can be captured where the whole cannot: the outermost submodules that trace."""
 
 from __future__ import annotations
 
@@ -11,84 +11,80 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from .errors import TraceError
-from .regions import Call, look_through, submodules
+from .graph import Graph
+from .profiler import profile
+from .refusals import is_sharded, reason_against
+from .regions import Call, NoCallError, View
 from .tracer import TracedModule, trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """The parts of a module that can be rematerialized one by one.
+    """The parts of a module, or of a training step, that can be rematerialized one by one.
 
     Attributes:
-        calls: Their calls in the order of a step; a submodule that is called twice appears twice.
+        view: Their calls in the order of a step (a submodule that is called twice appears twice), and what lies
+            between.
         traced: Submodule name → its operations.
-        saved_bytes: What the code between them saves for its backward.
-        reasons: Why each part that is not among them, though it contains some or is left as it is, was not captured.
+        reasons: Why each part that is not among them, though it contains some or is left as it is, was not captured;
+            why which parts of those among them are run as one operation.
     """
 
-    calls: tuple[Call, ...]
+    view: View
     traced: dict[str, TracedModule]
-    saved_bytes: int
     reasons: tuple[str, ...]
 
+    @property
+    def tried(self) -> str:
+        """The reasons as lines of an error."""
+        return "".join(f"\n  {reason}" for reason in self.reasons) or " it calls none that save anything"
 
-def find_regions(root: nn.Module, step: Callable[[], object]) -> Regions:
-    """The outermost submodules of `root` that can be traced as a step calls them.
+    def profiled(self, **options: Any) -> dict[str, Graph]:
+        """Submodule name → its profile on the arguments of its first call, with the options of `profile`."""
+        graphs: dict[str, Graph] = {}
+        for call in self.view.calls:
+            if call.name not in graphs:
+                with call.ambient.restored():
+                    graphs[call.name] = profile(self.traced[call.name], *call.args, **options, **call.kwargs)
+        return graphs
+
+
+def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence[nn.Module] | None) -> Regions:
+    """The outermost submodules that can be traced as a step calls them.
 
     A submodule that cannot is looked into: its own submodules are tried, and what it does besides stays plain. The
     step is run once for each level; it holds the arguments of the calls, as the planned step will too.
 
     Args:
-        root: A module whose own `forward` cannot be traced.
-        step: Runs its forward and leaves no trace.
+        look: Looks through a step for the calls of some submodules, or of those that it calls outermost (None).
+        watched: What to begin with.
+
+    Returns:
+        None of them where there is none, with the reasons.
+
+    Raises:
+        NoCallError: The step calls nothing to begin with.
     """
-    names = {m: name for name, m in reversed(submodules(root))}
     traced: dict[nn.Module, TracedModule] = {}
-    reasons: dict[str, str] = {}
-    watched = list(_callable_children(root))
-    while watched:
+    reasons: dict[nn.Module, str] = {}
+    while watched is None or watched:
         try:
-            view = look_through(root, step, watched)
-        except ValueError:  # none of them is called
+            view = look(watched)
+        except NoCallError:
+            if watched is None:
+                raise
             break
-        calls = [call for call in view.calls if call.is_differentiable]
-        failed: set[nn.Module] = set()
-        for module in dict.fromkeys(call.module for call in calls):
-            if module not in traced:
-                try:
-                    traced[module] = _traced([call for call in calls if call.module is module])
-                except TraceError as error:
-                    failed.add(module)
-                    reasons[names[module]] = f"{names[module]}: {error}"
+        called = dict.fromkeys(call.module for call in view.calls)
+        failed = [m for m in called if m not in traced and not _is_traced(m, view.calls, traced, reasons)]
         if not failed:
-            found = {call.name: traced[call.module] for call in calls}
-            return Regions(tuple(calls), found, view.saved_bytes, tuple(reasons.values()))
-        called = [call.module for call in calls]
-        watched = _outermost(
-            inner for m in dict.fromkeys(called) for inner in (_callable_children(m) if m in failed else [m])
-        )
-    return Regions((), {}, 0, tuple(reasons.values()))
+            found = {call.name: traced[call.module] for call in view.calls}
+            inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
+            return Regions(view, found, (*reasons.values(), *inside))
+        watched = _outermost(inner for m in called for inner in ([m] if m in traced else _parts_within(m)))
+    return Regions(View([], 0), {}, tuple(reasons.values()))
 
 
-def traced_call(call: Call) -> TracedModule:
-    """The operations of a call."""
-    return trace(call.module, *call.args, **call.kwargs)
-
-
-def _traced(calls: Sequence[Call]) -> TracedModule:
-    """The operations of a submodule, all calls of which must be alike."""
-    for a, b in pairwise(calls):
-        if _kind_of_call(a) != _kind_of_call(b):
-            raise TraceError(f"it is called {len(calls)} times in a step, with arguments of different kinds")
-    return traced_call(calls[0])
-
-
-def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
-    leaves, structure = tree_flatten((call.args, call.kwargs))
-    return structure, [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     """The submodules right below that have a forward, those in containers included.
 
     A layer of PyTorch's without submodules is left out: it is one operation, whose input the code around it holds.
@@ -98,9 +94,40 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
         if name == "parametrizations" or is_layer:
             continue
         if type(child).forward is nn.Module.forward:
-            yield from _callable_children(child)
+            yield from parts_of(child)
         else:
             yield child
+
+
+def _parts_within(module: nn.Module) -> Iterator[nn.Module]:
+    return iter(()) if is_sharded(module) else parts_of(module)
+
+
+def traced_call(call: Call) -> TracedModule:
+    """The operations of a call."""
+    with call.ambient.restored():
+        return trace(call.module, *call.args, **call.kwargs)
+
+
+def _is_traced(
+    module: nn.Module, calls: Sequence[Call], traced: dict[nn.Module, TracedModule], reasons: dict[nn.Module, str]
+) -> bool:
+    """Notes the operations of a submodule, all calls of which must be alike, or why it has none."""
+    own = [call for call in calls if call.module is module]
+    try:
+        if any(_kind_of_call(a) != _kind_of_call(b) for a, b in pairwise(own)):
+            raise TraceError(f"it is called {len(own)} times in a step, with arguments of different kinds")
+        if (reason := reason_against(module)) is not None:
+            raise TraceError(reason)
+        traced[module] = traced_call(own[0])
+    except TraceError as error:
+        reasons[module] = f"{own[0].name}: {error}" if own[0].name else str(error)
+    return module in traced
+
+
+def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
+    leaves, structure = tree_flatten((call.args, call.kwargs))
+    return structure, [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .ambient import Ambient
 from .meter import tensor_storage
 from .saved_tensors import storage_key
 
@@ -24,7 +25,7 @@ class Call:
         module: The submodule.
         args: Positional arguments; tensors are detached and keep `requires_grad`.
         kwargs: Keyword arguments, likewise.
-        is_differentiable: Whether it returned something with gradients.
+        ambient: The settings (autocast) under which it was called.
         outputs: The storages that it returned; dead once nobody holds them.
     """
 
@@ -32,8 +33,8 @@ class Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    is_differentiable: bool = True
-    outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
+    ambient: Ambient
+    outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,22 @@ class View:
     saved_bytes: int
 
 
+class NoCallError(ValueError):
+    """A step calls nothing that rematerialization can serve."""
+
+
 def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The module and all below it under all their names."""
     return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
-def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
-    """The calls that rematerialization can serve: those of `look_through`."""
-    return look_through(root, step, modules).calls
-
-
 def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> View:
     """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
-    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate.
-    Where the root's own `forward` only hands its input to one submodule, that one is taken. Nothing that autograd
-    saves is kept meanwhile, so a step that does not fit can be looked through.
+    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
+    where submodules are named, those of their calls that return something to differentiate. Where the root's own
+    `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
+    so a step that does not fit can be looked through.
 
     Args:
         root: The module whose submodules are watched.
@@ -72,7 +73,8 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         modules: Submodules, or their names, to watch instead of the outermost ones.
 
     Raises:
-        ValueError: `modules` names what the root does not have, or the step calls none of them.
+        NoCallError: The step makes no such call.
+        ValueError: `modules` names what the root does not have.
     """
     names = {m: name for name, m in reversed(submodules(root))}
     watched = _resolve(root, names, modules)
@@ -102,18 +104,17 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     finally:
         for handle in handles:
             handle.remove()
-    chosen = top.children
+    chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]
     if not chosen:
         what = "none of modules=" if modules is not None else "no submodule with parameters to train"
-        raise ValueError(
+        raise NoCallError(
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
     calls = [
-        Call(names[f.module], f.module, detached(f.args), detached(f.kwargs), f.is_differentiable, f.outputs)
-        for f in chosen
+        Call(names[f.module], f.module, detached(f.args), detached(f.kwargs), f.ambient, f.outputs) for f in chosen
     ]
     return View(calls, between.bytes_beside(calls))
 
@@ -158,6 +159,8 @@ class _Frame:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
+        types = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
         self.children: list[_Frame] = []
         self.is_handed_on = False  # gets just what its caller got
         self.is_trainable = self.is_differentiable = False

@@ -16,7 +16,8 @@ class Surroundings:
 
     Attributes:
         resident_bytes: Alive throughout: parameters and buffers outside the regions with their gradients, optimizer
-            state, the parts of the batch that no region reads.
+            state, the parts of the batch that no region reads, what the code between the regions saves; less what the
+            regions count more than once.
         optimizer_step_bytes: The peak of the optimizer's own step.
         is_accumulating: Whether gradients stay alive during the backward (accumulation over several batches).
             Otherwise those of the step before are alive in the forward and zeroed before the backward.

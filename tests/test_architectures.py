@@ -10,10 +10,6 @@ from networks.zoo import ARCHITECTURES, Architecture
 QUICK = ("mobilenet_v3_small", "PSPNet", "nn.LSTM")
 
 
-OPEN = {
-    "edgenext_xx_small": "a parameter of its positional embedding is not found: KeyError, module untouched",
-    "xcit_nano_12_p16_224": "a parameter of its positional embedding is not found: KeyError, module untouched",
-}
 # At this size parameters and their gradients set the lowest peak, and the plain step reaches it.
 BOUND_BY_PARAMETERS = ("mixer_s32_224", "GPT2LMHeadModel", "BertForSequenceClassification")
 
@@ -23,10 +19,7 @@ def marked() -> list[object]:
         pytest.param(
             a,
             id=a.name,
-            marks=[
-                *([] if a.name in QUICK else [pytest.mark.slow]),
-                *([pytest.mark.xfail(reason=OPEN[a.name], raises=KeyError)] if a.name in OPEN else []),
-            ],
+            marks=[] if a.name in QUICK else [pytest.mark.slow],
         )
         for a in ARCHITECTURES
     ]

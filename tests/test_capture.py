@@ -81,7 +81,7 @@ class MakesTensors(nn.Module):
         self.embedding = nn.Embedding(9, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device) + 1
+        positions = torch.arange(x.shape[1], device=self.embedding.weight.device) + 1
         if (positions.diff() == 1).all():
             positions = positions - 1
         kept = torch.zeros(x.shape[0], x.shape[1], 4)

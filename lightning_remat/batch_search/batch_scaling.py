@@ -51,8 +51,12 @@ class _Bytes:
     at_large: int
 
     def __call__(self, size: int) -> int:
+        return max(0, self.signed(size))
+
+    def signed(self, size: int) -> int:
+        """The same for a difference of bytes, which may be negative."""
         rise, run = self.at_large - self.at_small, self.line.large - self.line.small
-        return max(0, self.at_small - (-(size - self.line.small) * rise // run))
+        return self.at_small - (-(size - self.line.small) * rise // run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class ScalableGraph:
 def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, size: int) -> Surroundings:
     """What is alive beside the regions at a batch size."""
     return Surroundings(
-        resident_bytes=line.through(small.resident_bytes, large.resident_bytes)(size),
+        resident_bytes=line.through(small.resident_bytes, large.resident_bytes).signed(size),
         optimizer_step_bytes=line.through(small.optimizer_step_bytes, large.optimizer_step_bytes)(size),
         is_accumulating=large.is_accumulating,
         seconds=line.seconds(small.seconds, large.seconds, size),

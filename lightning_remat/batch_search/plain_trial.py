@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +16,7 @@ from ..budget import Budget
 from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
 from ..meter import measure_peak
 from ..preserve import preserved
-from ..regions import Call, find_calls
+from ..regions import View, look_through
 from ..report import write_reports
 from ..result import Result
 from ..schedule import Schedule
@@ -45,6 +46,7 @@ def find_batch_size(
     modules: Sequence[Any] | None = None,
     is_accumulating: bool = False,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
     report_dir: str | Path | None = None,
 ) -> Result:
     """The batch size and plan that fit, executed within the budget; the module is rewritten by the plan.
@@ -78,6 +80,7 @@ def find_batch_size(
         modules: See there.
         is_accumulating: Whether gradients of several batches are summed before a step.
         precision: The context in which the forward runs, such as `fabric.autocast`.
+        backward: Runs the backward of a loss, such as `fabric.backward`.
         report_dir: Where report and plots go; None for none.
 
     Returns:
@@ -100,7 +103,7 @@ def find_batch_size(
         modules=modules,
     )
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    trial = PlainTrial(module, batch, loss_of, several, precision, modules, is_accumulating)
+    trial = PlainTrial(module, batch, loss_of, several, precision, backward, modules, is_accumulating)
     result, _ = find(trial, settings)
     if report_dir is not None:
         write_reports(result, Path(report_dir))
@@ -120,12 +123,13 @@ class PlainTrial:
         loss_of: Callable[[Any], Tensor],
         optimizers: Sequence[torch.optim.Optimizer],
         precision: Callable[[], AbstractContextManager[Any]],
+        backward: Callable[[Tensor], object],
         modules: Sequence[Any] | None,
         is_accumulating: bool,
     ) -> None:
         self.module, self.batch, self.loss_of = module, batch, loss_of
         self.optimizers, self.modules, self.is_accumulating = optimizers, modules, is_accumulating
-        self._precision = precision
+        self.precision, self.backward = precision, backward
         self.batch_size = batch_size_of(batch)
         self._batch = self.batch_size, batch
         self.device: torch.device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -136,35 +140,31 @@ class PlainTrial:
         with preserved([self.module], self.optimizers), torch.enable_grad():
             yield
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """The context in which the forward runs."""
-        return self._precision()
-
     def batch_of(self, batch_size: int) -> Any:
         """The batch, repeated or cut to that size."""
         if self._batch[0] != batch_size:
             self._batch = batch_size, resized(self.batch, batch_size)
         return self._batch[1]
 
-    def look_through(self, batch_size: int) -> list[Call]:
-        """The regions' calls at that batch size, without a backward."""
+    def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
+        """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
+        modules = self.modules if modules is None else modules
         with self.undone(), self.precision():
             batch = self.batch_of(batch_size)
-            root = _Root(self.module) if self.modules is None else self.module
-            calls = find_calls(root, lambda: self.loss_of(batch), self.modules)
-        prefix = "module."
-        return [
-            Call(c.name.removeprefix(prefix) if c.module is not self.module else "", c.module, c.args, c.kwargs)
-            for c in calls
-        ]
+            root = _Root(self.module) if modules is None else self.module
+            view = look_through(root, lambda: self.loss_of(batch), modules)
+        if modules is not None:
+            return view
+        calls = [replace(call, name=call.name.removeprefix("module").removeprefix(".")) for call in view.calls]
+        return replace(view, calls=calls)
 
-    def surroundings(self, calls: Sequence[Call], batch_size: int) -> Surroundings:
+    def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         batch = tensors_in(self.batch_of(batch_size))
         with self.undone():
             optimizer = optimizer_footprint(self.module, self.optimizers, self.device)
         return Surroundings(
-            resident_bytes=outside_bytes(self.module, calls, batch) + optimizer.state_bytes,
+            resident_bytes=outside_bytes(self.module, view, batch) + optimizer.state_bytes,
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self.is_accumulating,
             seconds=optimizer.step_seconds,
@@ -188,7 +188,7 @@ class PlainTrial:
         if zero_grad:  # after the forward, as Lightning does: a loop that does it before needs less
             for parameter in self.module.parameters():
                 parameter.grad = None
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        self.backward(loss)
         for optimizer in self.optimizers:
             optimizer.step()
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from ..errors import TraceError
 from ..graph import Graph
-from ..profiler import profile
-from ..regions import Call
+from ..region_search import find_regions
+from ..regions import View
 from ..rematerializer import rematerialize
 from ..rewriter import restore
 from ..step_memory import Surroundings
 from ..step_planner import StepPlan
-from ..tracer import trace
 from .batch_scaling import Line, ScalableGraph, scaled_surroundings
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 STEPS_PER_TRIAL = 2
 """The second step is the first in which optimizer state and gradients are alive in the forward."""
@@ -41,15 +43,11 @@ class Trial(Protocol):
     num_devices: int
     most_samples: int | None
 
-    def look_through(self, batch_size: int) -> list[Call]:
-        """The regions' calls at that batch size, without a backward."""
+    def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
+        """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
         ...
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """The context (autocast) in which the step runs its forward."""
-        ...
-
-    def surroundings(self, calls: Sequence[Call], batch_size: int) -> Surroundings:
+    def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         ...
 
@@ -113,17 +111,30 @@ class StepModel:
 
 
 def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> StepModel:
-    """Profiles the step at one batch size (exact there), or at two (linear in between and beyond)."""
+    """Profiles the step at one batch size (exact there), or at two (linear in between and beyond).
+
+    Raises:
+        TraceError: Nothing that the step calls can be captured.
+    """
     profiles: list[dict[str, Graph]] = []
     around: list[Surroundings] = []
     keys: list[tuple[str, ...]] = []
     for size in sizes:  # one at a time: a call holds its batch
-        calls = trial.look_through(size)
-        keys.append(tuple(call.name for call in calls))
-        profiles.append(_profile_calls(trial, calls, with_scratch))
-        around.append(trial.surroundings(calls, size))
+        regions = find_regions(partial(trial.look_through, size), None)
+        if not regions.traced:
+            raise TraceError(f"nothing that the training step calls can be rematerialized:{regions.tried}")
+        for reason in regions.reasons:
+            logger.info("%s", reason)
+        keys.append(tuple(call.name for call in regions.view.calls))
+        profiles.append(regions.profiled(with_scratch=with_scratch))
+        around.append(trial.surroundings(regions.view, size))
     if len(sizes) == 1:
         return StepModel(keys[0], None, {**profiles[0]}, tuple(around))
+    if keys[0] != keys[1]:
+        raise ValueError(
+            f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}: give a fixed "
+            "batch_size"
+        )
     line = Line(*sizes)
     graphs: dict[str, ScalableGraph | Graph] = {
         key: ScalableGraph(line, profiles[0][key], profiles[1][key]) for key in profiles[0]
@@ -131,28 +142,23 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
     return StepModel(keys[0], line, graphs, tuple(around))
 
 
-def _profile_calls(trial: Trial, calls: Sequence[Call], with_scratch: bool) -> dict[str, Graph]:
-    graphs: dict[str, Graph] = {}
-    with trial.precision():
-        for call in calls:
-            if call.name not in graphs:
-                traced = trace(call.module, *call.args, **call.kwargs)
-                graphs[call.name] = profile(traced, *call.args, with_scratch=with_scratch, **call.kwargs)
-    return graphs
+def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
+    """Rewrites every region by its plan, on an error none; a batch is held only meanwhile.
 
-
-def install(trial: Trial, calls: Sequence[Call], step: StepPlan) -> None:
-    """Rewrites every region by its plan; on an error none."""
-    done: set[str] = set()
+    Returns:
+        The rewritten modules.
+    """
+    done: dict[str, nn.Module] = {}
     try:
-        with trial.precision():
-            for call in calls:
-                if call.name not in done:
-                    done.add(call.name)
+        for call in trial.look_through(batch_size, list(step.plans)).calls:
+            if call.name not in done:
+                done[call.name] = call.module
+                with call.ambient.restored():
                     rematerialize(call.module, *call.args, plan=step.plans[call.name], **call.kwargs)
     except BaseException:
-        uninstall([call.module for call in calls])
+        uninstall(done.values())
         raise
+    return list(done.values())
 
 
 def uninstall(modules: Iterable[nn.Module]) -> None:

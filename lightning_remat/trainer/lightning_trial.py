@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +22,7 @@ from ..footprint import (
 )
 from ..meter import measure_peak
 from ..preserve import preserved, preserved_random
-from ..regions import Call, find_calls
+from ..regions import View, look_through
 from ..settings import Settings
 from ..step_memory import Surroundings
 from .lightning_private import (
@@ -100,10 +100,6 @@ class LightningTrial:
         with preserved([self.trainer.lightning_module], holders), silent(self.trainer), torch.enable_grad():
             yield
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """The forward context of the trainer's precision."""
-        return self.trainer.precision_plugin.train_step_context()
-
     def batch_of(self, batch_size: int) -> Any:
         """The first real batch, repeated or cut to that size, on the device."""
         if self._batch is None or self._batch[0] != batch_size:
@@ -112,15 +108,17 @@ class LightningTrial:
             self._batch = batch_size, on_device(self.trainer, batch)
         return self._batch[1]
 
-    def look_through(self, batch_size: int) -> list[Call]:
-        """The regions' calls at that batch size, without a backward."""
+    def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
+        """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
         with self.undone(), without_optimization(self.trainer):
             batch = self.batch_of(batch_size)
-            return find_calls(
-                self.trainer.lightning_module, lambda: run_training_step(self.trainer, batch), self.modules
+            return look_through(
+                self.trainer.lightning_module,
+                lambda: run_training_step(self.trainer, batch),
+                self.modules if modules is None else modules,
             )
 
-    def surroundings(self, calls: Sequence[Call], batch_size: int) -> Surroundings:
+    def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         with self.undone():
             batch = self.batch_of(batch_size)
@@ -129,7 +127,7 @@ class LightningTrial:
             )
         batch_bytes = storage_bytes(tensors_in(batch))
         return Surroundings(
-            resident_bytes=outside_bytes(self.trainer.lightning_module, calls, tensors_in(batch))
+            resident_bytes=outside_bytes(self.trainer.lightning_module, view, tensors_in(batch))
             + optimizer.state_bytes,
             optimizer_step_bytes=optimizer.step_bytes + batch_bytes,
             is_accumulating=self._num_accumulated(batch_size) > 1,

@@ -86,5 +86,5 @@ class StepRetry:
         around = model.surroundings_at(size)
         budget = int(self.result.budget_bytes * _TIGHTER)
         plan = plan_step(model.keys, model.graphs_at(size), budget, self.settings.planner, around)
-        install(trial, trial.look_through(size), plan)
+        self.modules[:] = install(trial, size, plan)  # the callback restores what this list holds
         return plan
