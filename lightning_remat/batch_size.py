@@ -98,6 +98,8 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
                 return result, modules
             good = result
         uninstall(modules)
+        if good is None and num_steps + 2 * STEPS_PER_TRIAL > MOST_STEPS:
+            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
         return good, install(trial, good.batch_size, good.step)
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from lightning_remat import InfeasibleBudgetError, Rematerialization, find_batch_size, restore
+from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.result import Result
 
 pytestmark = [
@@ -155,6 +156,27 @@ def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
     assert result.measured_peak_bytes is not None
     assert result.measured_peak_bytes <= result.budget_bytes
     assert result.batch_size < plain.batch_size
+    assert 2 < result.num_steps <= 6
+
+
+@pytest.mark.parametrize(("part", "constant"), [(0.8, 0), (0.0, 2**19), (0.3, 2**18), (3.0, 0)])
+def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
+    monkeypatch: pytest.MonkeyPatch, part: float, constant: int
+) -> None:
+    """Whether what no profile sees grows with the batch, is the same for all sizes, or both: three tries suffice."""
+
+    def measure(self: PlainTrial, batch_size: int, *, with_scratch: bool) -> int:
+        bytes_needed = true_measure(self, batch_size, with_scratch=with_scratch)
+        return int(bytes_needed * (1 + part)) + constant
+
+    true_measure = PlainTrial.measure
+    monkeypatch.setattr(PlainTrial, "measure", measure)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sigmoid()) for _ in range(6)))
+    arguments: dict[str, Any] = {"memory_budget": "1MiB", "max_batch_size": 10000}
+    result = find_batch_size(net, torch.randn(4, 16), lambda x: net(x).sum(), planner="periodic", **arguments)
+    restore(net)
+    assert result.measured_peak_bytes is not None
+    assert 0.4 * result.budget_bytes < result.measured_peak_bytes <= result.budget_bytes
     assert 2 < result.num_steps <= 6
 
 

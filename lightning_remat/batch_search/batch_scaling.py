@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
@@ -112,3 +114,28 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         is_accumulating=large.is_accumulating,
         seconds=line.seconds(small.seconds, large.seconds, size),
     )
+
+
+def extrapolated(excess: Sequence[tuple[int, int]], size: int) -> int:
+    """Bytes by which a step of `size` samples will differ from its prediction, judged by steps that were measured.
+
+    One step alone does not tell what part is constant. What was missing is taken to grow with the samples (tensors
+    outside the regions, gaps between the pieces that an allocator hands out); what was predicted too much is not hoped
+    for beyond that step. Two steps make a line, which noise may tilt: half of the answer is the line's.
+
+    >>> extrapolated([(10, 100)], 5), extrapolated([(10, 100), (5, 80)], 10), extrapolated([(10, -40)], 20)
+    (50, 130, -40)
+
+    Args:
+        excess: (batch size, bytes measured beyond the prediction) of steps of different sizes, in their order.
+        size: The batch size in question.
+    """
+    if not excess:
+        return 0
+    last, at_last = excess[-1]
+    growing = at_last * (size if at_last > 0 else min(size, last)) / last
+    if len(excess) == 1:
+        return math.ceil(growing)
+    before, at_before = excess[-2]
+    slope = max(0.0, (at_last - at_before) / (last - before))
+    return math.ceil((growing + at_last + slope * (size - last)) / 2)

@@ -44,7 +44,7 @@ class CandidateSearch:
         model: Bytes and seconds of the step at any size.
         free_bytes: What the device has for the step.
         total_bytes: What the device has.
-        tight: The part of the budget that is planned for; below 1 once a step ran out of memory.
+        tight: The part of the budget that is planned for; below 1 once a step ran out of memory, or for the last try.
         trials: Batch size → its candidate.
         steps: Batch size → its plan, where one fits.
         error: The last one of the planner.
@@ -146,8 +146,12 @@ class CandidateSearch:
 
     def tighten(self, free_bytes: int) -> None:
         """A step ran out of memory; by how much is not known. `free_bytes` is what the device has now."""
-        self.tight *= _TIGHTER
         self.free_bytes = min(self.free_bytes, free_bytes)
+        self.leave_room(_TIGHTER)
+
+    def leave_room(self, part: float) -> None:
+        """From here on only that part of the budget is planned for."""
+        self.tight *= part
         self.trials, self.steps = {}, {}
 
     def choose(self) -> Choice:
@@ -247,10 +251,11 @@ class CandidateSearch:
         budget = self.budget(self.sizes[0])
         node = self.error.node if self.error is not None else None
         because = smallest.reason if node is None else f"because of node {node!r}"
+        planned_for = "" if self.tight == 1.0 else f" ({self.tight:.0%} of it planned for, as a step needed too much)"
         return InfeasibleBudgetError(
             f"no plan fits: the training step needs {format_bytes(smallest.predicted_peak_bytes)} at batch size "
-            f"{smallest.batch_size}, budget {format_bytes(budget)}: {because}. Raise memory_budget or max_overhead, "
-            f"lower the batch size, or choose another planner than {self.settings.planner}",
+            f"{smallest.batch_size}, budget {format_bytes(budget)}{planned_for}: {because}. Raise memory_budget or "
+            f"max_overhead, lower the batch size, or choose another planner than {self.settings.planner}",
             minimum_bytes=smallest.predicted_peak_bytes,
             budget_bytes=budget,
             node=node,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from ..rematerializer import rematerialize
 from ..rewriter import restore
 from ..step_memory import Surroundings
 from ..step_planner import StepPlan
-from .batch_scaling import Line, ScalableGraph, scaled_surroundings
+from .batch_scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -80,34 +80,31 @@ class StepModel:
         line: The two profiled sizes; None where there is one.
         graphs: Region name → its profile, or profiles at two sizes.
         around: What is alive beside the regions at the one or two sizes.
-        correction_bytes: What a measured step needed beyond the prediction.
-        correction_size: The batch size of that step.
+        excess: What measured steps needed beyond the profile's prediction, batch size → bytes, the last one last.
     """
 
     keys: tuple[str, ...]
     line: Line | None
     graphs: dict[str, ScalableGraph | Graph]
     around: tuple[Surroundings, ...]
-    correction_bytes: int = 0
-    correction_size: int = 1
+    excess: dict[int, int] = field(default_factory=dict[int, int])
 
     def graphs_at(self, size: int) -> dict[str, Graph]:
         """The regions' operations at a batch size."""
         return {k: g.at(size) if isinstance(g, ScalableGraph) else g for k, g in self.graphs.items()}
 
     def surroundings_at(self, size: int) -> Surroundings:
-        """What is alive beside the regions, as corrected. A correction grows with the batch and never shrinks to less
-        than it was measured, being loss and metrics in part and constant in part."""
+        """What is alive beside the regions, as corrected."""
         around = self.around[0]
         if self.line is not None:
             around = scaled_surroundings(self.line, around, self.around[1], size)
-        scale = max(1.0, size / self.correction_size) if self.correction_bytes > 0 else 1.0
-        return replace(around, correction_bytes=int(self.correction_bytes * scale))
+        return replace(around, correction_bytes=extrapolated(tuple(self.excess.items()), size))
 
     def corrected(self, excess_bytes: int, size: int) -> StepModel:
         """The model after a step of batch size `size` needed `excess_bytes` more than predicted."""
         total = self.surroundings_at(size).correction_bytes + excess_bytes
-        return replace(self, correction_bytes=total, correction_size=size)
+        earlier = {s: e for s, e in self.excess.items() if s != size}
+        return replace(self, excess={**earlier, size: total})
 
 
 def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> StepModel:
