@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ class _Source(torch.autograd.Function):
     """Passes values on; its backward makes the gradient that the operations below then own alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[torch.UntypedStorage]]) -> Tensor:  # pyright: ignore
-        ctx.like, ctx.made = x.detach(), made
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, made: list[weakref.ref[torch.UntypedStorage]], held: list[Tensor] | None
+    ) -> Tensor:
+        ctx.like, ctx.made, ctx.held = x.detach(), made, held
         return x.view_as(x)
 
     @staticmethod
@@ -61,21 +64,29 @@ class _Source(torch.autograd.Function):
         storage = tensor_storage(gradient)
         if storage is not None:
             ctx.made.append(weakref.ref(storage))
-        return gradient, None
+        if ctx.held is not None:
+            ctx.held.append(gradient)
+        return gradient, None, None
 
 
 class GradientProbe:
     """The backward of some outputs, prepared so that running it is all that is left to do.
+
+    Args:
+        outputs: Those without gradients are left out.
+        targets: What to differentiate by.
+        holds: Whether the outputs' gradients stay until the probe dies, as those do that others hold too.
 
     Attributes:
         gradients: For each target, its gradient or None, once run.
         passed_on: For each target, whether its gradient lives in the memory of the outputs' gradient.
     """
 
-    def __init__(self, outputs: list[Tensor], targets: list[Tensor]) -> None:
+    def __init__(self, outputs: list[Tensor], targets: list[Tensor], *, holds: bool = False) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._targets = targets
-        self._roots = [_Source.apply(t, self._made) for t in outputs if t.requires_grad]
+        self._held: list[Tensor] | None = [] if holds else None
+        self._roots = [_Source.apply(t, self._made, self._held) for t in outputs if t.requires_grad]
         self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in self._roots]
         self.gradients: list[Tensor | None] = []
 
@@ -90,3 +101,9 @@ class GradientProbe:
         made = [storage for reference in self._made if (storage := reference()) is not None]
         storages = [None if g is None else tensor_storage(g) for g in self.gradients]
         return [any(s is m for m in made) for s in storages]
+
+
+def has_several_backwards(outputs: Iterable[Tensor]) -> bool:
+    """Whether more than one operation lies between the outputs and what they were made from."""
+    functions = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    return any(below.next_functions for f in functions for below, _ in f.next_functions if below is not None)

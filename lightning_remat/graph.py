@@ -37,6 +37,8 @@ class Node:
         input_gradient_bytes: Bytes of gradients of the graph's inputs that appear with its backward, to stay.
         backward_release_bytes: By how much the peak of its backward is lower where its own output and tape are
             discarded right after it: several operations run as one let go of them on the way.
+        backward_shared_bytes: By how much it is higher where something else holds the gradient of its output, which
+            several operations run as one otherwise let go of on the way.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Node:
     num_outputs: int = 1
     input_gradient_bytes: int = 0
     backward_release_bytes: int = 0
+    backward_shared_bytes: int = 0
 
     @property
     def is_view(self) -> bool:
@@ -75,6 +78,7 @@ _COUNTS = (
     "parameter_bytes",
     "input_gradient_bytes",
     "backward_release_bytes",
+    "backward_shared_bytes",
 )
 _TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
 

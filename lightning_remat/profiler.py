@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .cost_model import CostCounter
 from .decisions import call_key, decides_alike
 from .evaluation import attribute, call, detached, evaluate
-from .gradient_probe import GradientProbe, SavedStore
+from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
 from .meter import Peak, measure_growth, tensor_storage
@@ -202,6 +202,7 @@ class _Profiler:
         inner, own = self._targets(n, inputs)
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
+        has_several = has_several_backwards(tensors_of(values))
         probe = GradientProbe(tensors_of(values), targets)
         with self._growth() as growth, CostCounter(self.device) as counter:
             probe.run()
@@ -224,15 +225,20 @@ class _Profiler:
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
         workspace = max(0, growth.peak_bytes - accounted)
         del probe, gradients, here
-        release = 0
+        most, release, shared = accounted + workspace, 0, 0
         if node.tape_bytes or n in node.saved:
-            release = max(0, accounted + workspace - self._growth_with_release(n, inputs, targets))
+            release = max(0, most - self._growth_again(n, inputs, targets, releases=True))
+        if has_several:
+            shared = max(0, self._growth_again(n, inputs, targets, holds=True) - most)
+            released_most = self._growth_again(n, inputs, targets, releases=True, holds=True) if release else 0
+            shared = max(shared, released_most - (most - release))
         node = replace(
             node,
             parameter_bytes=parameter_bytes,
             input_gradient_bytes=input_bytes,
             backward_workspace_bytes=workspace,
             backward_release_bytes=release,
+            backward_shared_bytes=shared,
             shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
         )
         return node, counter.seconds
@@ -256,10 +262,30 @@ class _Profiler:
             result[n] = replace(node, backward_workspace_bytes=workspace)
         return tuple(result)
 
-    def _growth_with_release(self, n: int, inputs: dict[fx.Node, Any], targets: list[Tensor]) -> int:
-        """Growth of memory in the backward where the output and the tape go when they have been read."""
+    def _growth_again(
+        self,
+        n: int,
+        inputs: dict[fx.Node, Any],
+        targets: list[Tensor],
+        *,
+        releases: bool = False,
+        holds: bool = False,
+    ) -> int:
+        """Growth of memory in the backward.
+
+        Args:
+            n: The operation.
+            inputs: Its inputs.
+            targets: What its backward makes gradients of.
+            releases: Whether the output and the tape go when they have been read.
+            holds: Whether the gradient of the output does not.
+        """
         values, store = self._run(n, inputs)
-        probe = GradientProbe(tensors_of(values), targets)
+        probe = GradientProbe(tensors_of(values), targets, holds=holds)
+        if not releases:
+            with self._growth() as growth:
+                probe.run()
+            return growth.peak_bytes
         read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
         going = [t for t in (*store.tensors, *tensors_of(values)) if storage_key(t) not in read]
         del values

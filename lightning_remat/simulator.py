@@ -240,6 +240,7 @@ class _Replay:
         """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
         graph, node = self.graph, self.graph.nodes[n]
         shared = graph.shares_gradient(n)
+        held = node.backward_shared_bytes if any(self.holders[s] > 1 for s in self.gradient[n]) else 0
         contributions: list[tuple[int, int]] = []
         for i in dict.fromkeys(node.inputs):
             if graph.nodes[i].gradient_bytes == 0:
@@ -251,7 +252,7 @@ class _Replay:
                 storage = self._allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes
-        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes - released_bytes
+        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes - released_bytes + held
         if self.fresh:
             self.alive += node.parameter_bytes
         for storage in self.gradient[n]:

@@ -26,6 +26,7 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
             num_outputs=rng.choice([1, 1, 1, 2]),
             input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
             backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
         )
         for node in graph.nodes
     ]

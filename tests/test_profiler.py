@@ -103,6 +103,21 @@ def test_gradients_of_inputs_are_counted() -> None:
     assert graph.nodes[0].input_gradient_bytes == X.numel() * 4
 
 
+class Twofold(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().relu()
+
+
+def test_a_gradient_that_others_hold_stays_in_a_backward_of_several_operations() -> None:
+    x = torch.randn(2, 64)
+    opaque = nn.Sequential(nn.Linear(64, 64), nn.Sequential(Twofold()), nn.ReLU())
+    opaque[1].register_forward_hook(lambda *_: None)  # one operation: tracing does not look inside
+    linear, twofold, relu = profile(trace(opaque, x), x).nodes
+    assert (linear.backward_shared_bytes, relu.backward_shared_bytes) == (0, 0)
+    # cos(x), and the gradients of sin and x are its peak, unless that of the output, read before, is held.
+    assert twofold.backward_shared_bytes == 2 * 64 * 4
+
+
 class Clock:
     """Stands still but for the work of `Work`; a burst of other work makes what falls into it ten times as long."""
 

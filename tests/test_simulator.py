@@ -162,6 +162,18 @@ def test_a_fused_backward_releases_on_the_way_only_what_goes() -> None:
     assert simulate(later, Schedule.parse("F0 F1 D1 B1 B0 D0")).memory_bytes[4] == 20
 
 
+def test_a_fused_backward_holds_a_gradient_that_is_passed_on_elsewhere() -> None:
+    nodes = (
+        Node("a", output_bytes=10),
+        Node("b", inputs=(0,), output_bytes=10, backward_shared_bytes=10),
+        Node("c", inputs=(0, 1), output_bytes=10, shares_gradient=(0, 1)),
+    )
+    schedule = Schedule.parse("F0 F1 F2 D0 D1 D2 B2 B1 B0")
+    assert simulate(Graph(nodes), schedule).memory_bytes[6:] == (10, 30, 10)
+    alone = replace(nodes[2], shares_gradient=(1,))
+    assert simulate(Graph((*nodes[:2], alone)), schedule).memory_bytes[6:] == (20, 30, 10)
+
+
 @given(st.data())
 def test_random_schedules_are_valid_and_consistent(data: st.DataObject) -> None:
     graph = data.draw(graphs())
