@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import InfeasibleBudgetError
@@ -76,7 +76,8 @@ class Plan:
         }
         if self.step is not None:
             return json.dumps({**data, "step": json.loads(self.step.to_json())})
-        return json.dumps({**data, "schedule": str(self.schedule), "graph": json.loads(self.graph.to_json())})
+        graph = json.loads(self.graph.to_json())
+        return json.dumps({**data, "schedule": str(self.schedule), "plain": asdict(self.plain), "graph": graph})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -95,6 +96,10 @@ class Plan:
         graph = Graph.from_json(json.dumps(data["graph"]))
         schedule = Schedule.parse(data["schedule"])
         made = _replayed(graph, data["budget_bytes"], data["planner"], schedule, data["planning_seconds"])
+        if "plain" in data:  # of the module as it was, which may have run in place what the plan does not
+            figures: dict[str, Any] = data["plain"]
+            figures["memory_bytes"] = tuple(figures["memory_bytes"])
+            made = replace(made, plain=Simulation(**figures))
         return replace(made, **how)
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .budget import Budget, parse_budget
 from .device_memory import device_memory
-from .errors import TraceError
+from .errors import InfeasibleBudgetError, TraceError
 from .footprint import tensors_in
 from .lowering import lower_kept
 from .planner import Plan
@@ -26,7 +26,7 @@ from .rewriter import Rewriting, checked_program, install, restore
 from .schedule import Schedule
 from .self_check import find_difference
 from .step_run import step_outcome
-from .tracer import TracedModule, trace
+from .tracer import TracedModule, trace, trace_out_of_place
 
 logger = logging.getLogger("lightning_remat")
 
@@ -46,7 +46,8 @@ def rematerialize(
 
     The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
     the outputs' gradients and everything between. `eval()` and `no_grad()` use the original forward. A plan that
-    recomputes nothing leaves the plain forward in place. A second call replaces the plan.
+    recomputes nothing leaves the plain forward in place. A second call replaces the plan. Where the budget cannot be
+    met otherwise, in-place activations run out of place, which lets their inputs go earlier in the backward.
 
     A module whose own forward cannot be captured is rewritten part by part: the outermost submodules that can be
     captured share the budget, and the planned step is run once or twice, without a trace, to measure what the code
@@ -89,7 +90,10 @@ def rematerialize(
         if isinstance(traced, TraceError):
             made = rewrite_regions(module, args, kwargs, traced, budget_of=budget_of, planner=planner, plan=plan)
         else:
-            made = plan or _planned(traced, args, kwargs, budget_of, planner)
+            if plan is None:
+                traced, made = _planned(traced, args, kwargs, budget_of, planner)
+            else:
+                traced, made = _traced_as_planned(traced, args, kwargs, plan), plan
             install(module, checked_program(traced, made), made)
         if self_check:
             made = _checked(module, args, kwargs, made)
@@ -131,10 +135,36 @@ def _planned(
     kwargs: dict[str, Any],
     budget_of: Callable[[int], int],
     planner: str | Callable[..., Schedule],
-) -> Plan:
+) -> tuple[TracedModule, Plan]:
+    """The plan and the operations that it is for: with in-place activations apart where it is infeasible otherwise.
+
+    Raises:
+        InfeasibleBudgetError: It is either way; of the two errors that with the lower peak.
+    """
     graph = profile(traced, *args, **kwargs)
-    plain_peak_bytes = make_plan(graph, _NO_LIMIT, "keep_all").peak_bytes
-    return replace(make_plan(graph, budget_of(plain_peak_bytes), planner), rung=traced.rung, reasons=traced.reasons)
+    plain = make_plan(graph, _NO_LIMIT, "keep_all")
+    budget_bytes = budget_of(plain.peak_bytes)
+    try:
+        made = make_plan(graph, budget_bytes, planner)
+    except InfeasibleBudgetError as error:
+        apart = trace_out_of_place(traced.module, *args, **kwargs)
+        if apart is None:
+            raise
+        try:
+            made = make_plan(profile(apart, *args, **kwargs), budget_bytes, planner)
+        except InfeasibleBudgetError as other:
+            raise min(error, other, key=lambda e: e.minimum_bytes) from None
+        traced, made = apart, replace(made, plain=plain.simulation)
+    return traced, replace(made, rung=traced.rung, reasons=traced.reasons)
+
+
+def _traced_as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
+    """The operations that an earlier plan is for: in-place activations are apart in some."""
+    names = [node.name for node in plan.graph.nodes]
+    if [operation.name for operation in traced.operations] == names:
+        return traced
+    apart = trace_out_of_place(traced.module, *args, **kwargs)
+    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def _log(module: nn.Module, plan: Plan) -> None:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from .capture import capture
+from .capture import Capture, capture
 from .decisions import Decision, call_key
 from .errors import TraceError
 from .fingerprint import Fingerprint
 from .fusion import group
 from .nested import Structure, flatten
+from .out_of_place import put_out_of_place
 from .recording import Record, record
 
 
@@ -101,10 +102,35 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         TraceError: The module cannot be captured; names the line and the remedy.
     """
     captured = capture(module, args, kwargs)
+    leaves, _ = flatten((args, kwargs))
+    records = record(module, captured.graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return _traced(module, captured, records, args, kwargs)
+
+
+def trace_out_of_place(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule | None:
+    """What `trace` returns, in-place activations as out-of-place operations of their own; None if there are none.
+
+    The results are the same in every bit. The plain step takes more memory, by a copy of each activation's input; the
+    lowest peak may be lower, as that input need not stay while the gradient passes the activation.
+    """
+    captured = capture(module, args, kwargs)
+    leaves, _ = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not put_out_of_place(module, captured.graph, record(module, captured.graph, tensors)):
+        return None
+    return _traced(module, captured, record(module, captured.graph, tensors), args, kwargs)
+
+
+def _traced(
+    module: nn.Module,
+    captured: Capture,
+    records: dict[fx.Node, Record],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> TracedModule:
     graph = captured.graph
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    records = record(module, graph, tensors)
     _refuse_foreign_writes(module, graph, records)
     groups = group(graph, records)
     producer = {n: i for i, g in enumerate(groups) for n in g}

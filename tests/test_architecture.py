@@ -16,9 +16,9 @@ PURE_HALF = {
 TORCH_HALF = {
     "ambient", "capture", "conditions", "contexts", "cost_model", "decisions", "device_memory", "evaluation",
     "example_values", "executor", "factories", "fingerprint", "footprint", "fusion", "gradient_probe", "hooks",
-    "meter", "nested", "out_of_memory", "preserve", "profiler", "program", "proxies", "python_state", "random_state",
-    "recording", "refusals", "region_rewriter", "region_search", "regions", "rematerializer", "resident_memory",
-    "rewriter", "saved_tensors", "self_check", "step_run", "stopwatch", "tracer", "watch",
+    "meter", "nested", "out_of_memory", "out_of_place", "preserve", "profiler", "program", "proxies", "python_state",
+    "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions", "rematerializer",
+    "resident_memory", "rewriter", "saved_tensors", "self_check", "step_run", "stopwatch", "tracer", "watch",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

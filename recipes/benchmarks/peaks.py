@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_remat import InfeasibleBudgetError, measure_peak, plan, profile, rematerialize, restore, trace
+from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize, restore
 from lightning_remat.budget import format_bytes
 
 
@@ -43,6 +43,15 @@ def measured_peak(module: nn.Module, x: Tensor) -> int:
     return measured.peak_bytes
 
 
+def lowest_peak(module: nn.Module, x: Tensor, planner: str = "auto") -> int:
+    """The least budget that `rematerialize` can meet."""
+    try:
+        rematerialize(module, x, memory_budget=1, planner=planner)
+    except InfeasibleBudgetError as error:
+        return int(error.minimum_bytes)
+    raise AssertionError("one byte is not feasible")
+
+
 def rows(name: str, batch_size: int, planner: str, budgets: list[float]) -> list[str]:
     """Table rows of one network: the plain step, one row a budget, the floor."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -50,20 +59,15 @@ def rows(name: str, batch_size: int, planner: str, budgets: list[float]) -> list
         module = copy.deepcopy(torchvision.models.get_model(name, weights=None))
     with mode:
         x = torch.randn(batch_size, 3, 224, 224)
-        graph = profile(trace(module, x), x)
-        plain = plan(graph, 1 << 62, "keep_all").peak_bytes
+        plain = rematerialize(module, x, memory_budget=1 << 62, planner="keep_all").peak_bytes
         measured = measured_peak(module, x)
         found = [f"| {name} | plain | {format_bytes(plain)} | {format_bytes(measured)} | |"]
-        try:
-            plan(graph, 1, planner)
-        except InfeasibleBudgetError as error:
-            floor = int(error.minimum_bytes)
+        floor = lowest_peak(module, x, planner)
         for label, budget in [*((f"{b:.0%}", int(b * plain)) for b in budgets), ("lowest", floor)]:
             if budget < floor:
                 found.append(f"| {name} | {label} | below the lowest peak | | |")
                 continue
-            made = plan(graph, budget, planner)
-            rematerialize(module, x, plan=made)
+            made = rematerialize(module, x, memory_budget=budget, planner=planner)
             measured = measured_peak(module, x)
             restore(module)
             found.append(
