@@ -107,6 +107,16 @@ def _set_algorithms(algorithms: tuple[Any, ...]) -> None:
         write(value)
 
 
+@contextmanager
+def casts_apart() -> Generator[None, None, None]:
+    """The casts that autocast keeps for its region do not pass in or out: a fake cast must not serve a real run."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 def buffer_values(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """Copies of the named buffers."""
     return {name: module.get_buffer(name).detach().clone() for name in names}

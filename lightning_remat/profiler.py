@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .ambient import casts_apart
 from .cost_model import CostCounter
 from .decisions import call_key, decides_alike
 from .evaluation import attribute, call, detached, evaluate
@@ -61,6 +62,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
         )
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
+        stack.enter_context(casts_apart())
         if fake is not None:
             stack.enter_context(fake.fake_mode)
         else:

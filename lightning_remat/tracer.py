@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
+from .ambient import casts_apart
 from .capture import Capture, capture
 from .decisions import Decision, call_key
 from .errors import TraceError
@@ -84,6 +85,7 @@ class TracedModule:
         return "leaves" if self.reasons else "traced"
 
 
+@casts_apart()
 def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     """The module's call on these arguments as operations, ready for `profile` and for the executor.
 
@@ -107,6 +109,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     return _traced(module, captured, records, args, kwargs)
 
 
+@casts_apart()
 def trace_out_of_place(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule | None:
     """What `trace` returns, in-place activations as out-of-place operations of their own; None if there are none.
 

@@ -172,3 +172,15 @@ def test_nested_and_keyword_arguments() -> None:
     traced = trace(Nested(), (torch.randn(2), torch.randn(2)), scale=2.0)
     assert [o.kind for o in traced.operations] == ["add", "mul"]
     assert traced.call_leaves == (None, None, 2.0)
+
+
+def test_what_follows_under_the_same_autocast_is_real() -> None:
+    """Autocast keeps its casts of parameters: a fake one, made by the trace, would be handed to the next forward."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        trace(module, x)
+        found = module(x)
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)

@@ -30,10 +30,10 @@ def output_tensors(outputs: Any) -> list[Tensor]:
     return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
 
 
-def step_peak(module: nn.Module, *inputs: Tensor) -> int:
+def step_peak(module: nn.Module, *inputs: Tensor, device: torch.device | None = None) -> int:
     """Metered peak of one forward and backward, parameter gradients fresh."""
     module.zero_grad(set_to_none=True)
-    with measure_peak(include=[module, *inputs]) as measured:
+    with measure_peak(device, [module, *inputs]) as measured:
         TakesGradients.apply(*output_tensors(module(*inputs))).backward()
     return measured.peak_bytes
 
