@@ -24,7 +24,7 @@ NUM_LEVELS = 57
 
 NUM_FIRST_LEVELS = 20
 
-ACTIONS_PER_EFFORT = 90_000_000
+ACTIONS_PER_EFFORT = 70_000_000
 """Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
 
 USUAL_NODES = 1200
@@ -240,17 +240,14 @@ class FrontBuilder:
     def _programmed(self, room: int) -> Iterator[Small]:
         """What the dynamic programs hold when all but the fixed bytes has about that much room."""
         for program in self.programs:
-            for share in (1.08, 1.0, 0.93, 0.85):
-                windows = program.windows(self.problem.fixed_bytes + int(room * share))
-                if windows is not None:
-                    yield windows
+            shares = (1.08, 1.0, 0.93, 0.85)
+            answers = [program.windows(self.problem.fixed_bytes + int(room * share)) for share in shares]
+            yield from {id(windows): windows for windows in answers if windows is not None}.values()
 
     def _relaxed(self, room: int) -> Iterator[Small]:
-        """What the linear program keeps then, or somewhat less, since it does not know what recomputation takes."""
-        count = len(self.graph.nodes)
-        for share in (1.0, 0.95):
-            relaxed = relax(self.graph, self.problem.fixed_bytes + int(room * share))
-            if np.isfinite(relaxed.seconds):
-                for least in (0.2, 0.5, 0.8):
-                    outputs, tapes = relaxed.outputs >= least, relaxed.tapes >= least
-                    yield windows_between(self.graph, self.problem, outputs, tapes, count)
+        """What the linear program keeps then."""
+        relaxed = relax(self.graph, self.problem.fixed_bytes + room)
+        if np.isfinite(relaxed.seconds):
+            for least in (0.2, 0.5, 0.8):
+                outputs, tapes = relaxed.outputs >= least, relaxed.tapes >= least
+                yield windows_between(self.graph, self.problem, outputs, tapes, len(self.graph.nodes))

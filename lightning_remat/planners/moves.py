@@ -131,7 +131,7 @@ def choose_drops(
     worth = np.empty(len(rows))
     for k in range(len(rows)):
         worth[k] = gains[k] / max(recall(memory, rows[k], guesses[k]), LEAST_SECONDS)
-    order = np.argsort(-worth, kind="mergesort")[:MAX_DROPS_TRIED]
+    order: Small = np.argsort(-worth, kind="mergesort")[:MAX_DROPS_TRIED]
     values, lowered = np.zeros(len(order)), np.zeros(len(order))
     best, replayed = 0.0, 0
     for at in range(0, len(order), BATCH):
@@ -146,12 +146,22 @@ def choose_drops(
             lowered[at + k] = excess - new_excess[k]
             values[at + k] = lowered[at + k] / cost
             best = max(best, values[at + k])
-    ranked = np.argsort(-values, kind="mergesort")[:most]
+    ranked = _almost_best(values, 0.0, most)
     size = 0
-    while size < len(ranked) and values[ranked[size]] > 0 and values[ranked[size]] >= ALMOST * best and excess > 0:
+    while size < len(ranked) and excess > 0:
         excess -= lowered[ranked[size]]
         size += 1
     return Chosen(rows[order[ranked[:size]]], lowered[ranked[:size]], replayed)
+
+
+@njit
+def _almost_best(values: Floats, least: float, most: int) -> Small:
+    """Places of the best value above `least` and of others almost as good, at most so many, the best first."""
+    ranked: Small = np.argsort(-values, kind="mergesort")[:most]
+    size = 0
+    while size < len(ranked) and values[ranked[size]] > least and values[ranked[size]] >= ALMOST * values[ranked[0]]:
+        size += 1
+    return ranked[:size]
 
 
 @njit
@@ -187,8 +197,5 @@ def choose_holds(
                 saved[at + k] = seconds - new_seconds[k]
             remember(memory, rows[chosen[k]], saved[at + k])
             best = max(best, saved[at + k])
-    ranked = np.argsort(-saved, kind="mergesort")[:most]
-    size = 0
-    while size < len(ranked) and saved[ranked[size]] > LEAST_SECONDS and saved[ranked[size]] >= ALMOST * best:
-        size += 1
-    return Chosen(rows[order[ranked[:size]]], saved[ranked[:size]], replayed)
+    ranked = _almost_best(saved, LEAST_SECONDS, most)
+    return Chosen(rows[order[ranked]], saved[ranked], replayed)

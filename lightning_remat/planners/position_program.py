@@ -221,6 +221,7 @@ class Program:
         nothing = np.zeros(len(graph.nodes), np.bool_)
         self.absent = windows_between(graph, problem, nothing, nothing, 2 * len(graph.nodes))
         self.unit = max(1, -(-(most_bytes - problem.fixed_bytes) // NUM_SLOTS))
+        self._answers: dict[int, Small] = {}
 
         def slots(sizes: Ints) -> Ints:
             return (sizes + self.unit // 2) // self.unit  # a model: to the nearest, the simulator decides
@@ -231,13 +232,22 @@ class Program:
         )  # fmt: skip
 
     def windows(self, limit_bytes: int) -> Small | None:
-        """The program's answer for a peak of `limit_bytes`, or None where its model finds none."""
+        """The program's answer for a peak of `limit_bytes`, or None where its model finds none.
+
+        Limits in the same slot have the same answer, the very same array.
+        """
         num = len(self.blocks.seconds)
         slots = min(NUM_SLOTS, (limit_bytes - self.problem.fixed_bytes) // self.unit)
         if slots < 0 or not np.isfinite(self.cost[0, num, slots]):
             return None
+        if slots not in self._answers:
+            self._answers[slots] = self._backtracked(int(slots))
+        return self._answers[slots]
+
+    def _backtracked(self, slots: int) -> Small:
+        num = len(self.blocks.seconds)
         windows = self.absent.copy()
-        stack = [(0, num, int(slots), -1)]
+        stack = [(0, num, slots, -1)]
         while stack:
             i, j, m, since = stack.pop()
             chosen = int(self.choice[i, j, m])
