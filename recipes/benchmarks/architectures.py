@@ -1,6 +1,6 @@
 """How each architecture is captured, whether its step stays bitwise equal, and what half of its memory costs.
 
-python recipes/benchmarks/architectures.py [resnet50 gpt …] [--planner auto] [--effort 0.1]
+python recipes/benchmarks/architectures.py [resnet50 gpt …] [--planner auto] [--effort 0.02]
 
 Every network of `networks.zoo` (or those whose names contain one of the words given) is trained for a step on real
 tensors at a small size, plainly and at a lowest peak, and both are compared bit by bit: outputs, gradients,
@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.metadata
+import re
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,13 +62,11 @@ class Trial:
     """A real step at a small size under a plan.
 
     Attributes:
-        rung: How the module was captured.
-        plan: The plan, at a planner's lowest peak.
+        plan: The plan, at a planner's lowest peak, with the rung on which the network was captured, and why.
         different: What is not bitwise equal to the plain step.
         peak_bytes: Measured.
     """
 
-    rung: str
     plan: Plan
     different: list[str]
     peak_bytes: int
@@ -74,9 +74,12 @@ class Trial:
 
 def lowest(module: nn.Module, x: Tensor) -> Plan:
     """The plan for the lowest peak of a quick planner, or of a thorough one where the quick one recomputes nothing."""
-    graph = profile(trace(module, x), x, repeats=1)
+    traced = trace(module, x)
+    graph = profile(traced, x, repeats=1)
     made = _at_lowest(graph, "chen_cheap")
-    return made if made.num_recomputed else _at_lowest(graph, "auto", effort=0.02)
+    if not made.num_recomputed:
+        made = _at_lowest(graph, "auto", effort=0.02)
+    return replace(made, rung=traced.rung, reasons=traced.reasons)
 
 
 def _at_lowest(graph: Graph, planner: str, **options: float) -> Plan:
@@ -84,15 +87,6 @@ def _at_lowest(graph: Graph, planner: str, **options: float) -> Plan:
         return plan(graph, 1, planner, **options)
     except InfeasibleBudgetError as error:
         return plan(graph, int(error.minimum_bytes), planner, **options)
-
-
-def rung_of(module: nn.Module, made: Plan) -> str:
-    """`symbolic trace`, or which submodules became leaves."""
-    modules = dict(module.named_modules())
-    named = [modules[n.name] for n in made.graph.nodes if n.name in modules]
-    leaves = [m for m in named if not type(m).__module__.startswith("torch.nn.")]
-    kinds = ", ".join(dict.fromkeys(type(m).__name__ for m in leaves))
-    return f"widened leaves: {len(leaves)} {kinds}" if leaves else "symbolic trace"
 
 
 def try_small(architecture: Architecture) -> Trial:
@@ -106,10 +100,9 @@ def try_small(architecture: Architecture) -> Trial:
     x = architecture.inputs(*architecture.small)
     ours = copy.deepcopy(plain)
     made = lowest(ours, x)
-    rung = rung_of(ours, made)
     rematerialize(ours, x, plan=made)
     different = differences(step(plain, x), step(ours, x))
-    return Trial(rung, made, different, measured_peak(ours, x))
+    return Trial(made, different, measured_peak(ours, x))
 
 
 def plan_large(architecture: Architecture, planner: str, **options: float) -> tuple[Plan, bool, str]:
@@ -133,40 +126,88 @@ def plan_large(architecture: Architecture, planner: str, **options: float) -> tu
     return made, is_half, ", ".join(f"{after - before:.1f}" for before, after in pairwise(times))
 
 
-def row(architecture: Architecture, planner: str, **options: float) -> str:
-    """One line of the table."""
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: That of the architecture.
+        cells: Its text.
+        is_rematerialized: Whether the small step recomputed and was bitwise equal.
+        is_wrong: Whether it was not.
+        reasons: Why parts of the network run as one operation, or why it is left alone.
+    """
+
+    name: str
+    cells: str
+    is_rematerialized: bool
+    is_wrong: bool
+    reasons: tuple[str, ...]
+
+
+def row(architecture: Architecture, planner: str, **options: float) -> Row:
+    """What happens to one architecture."""
     start = f"| {architecture.source} | {architecture.name} |"
     try:
         trial = try_small(architecture)
         made, is_half, seconds = plan_large(architecture, planner, **options)
     except TraceError as error:
-        return f"{start} left alone: {error} | | | | | | | | |"
+        return Row(
+            architecture.name, f"{start} left alone | | | | | | | | |", False, False, (_without_place(str(error)),)
+        )
     equal = "yes" if not trial.different else f"NO: {trial.different[0]}"
     plain, peak, note = made.plain.peak_bytes, made.peak_bytes, "" if is_half else " (lowest)"
-    return (
-        f"{start} {trial.rung} | {len(made.graph.nodes)} | {equal} | {trial.plan.num_recomputed} | "
+    reasons = tuple(_without_place(reason) for reason in trial.plan.reasons)
+    rung = trial.plan.rung if not reasons else f"{trial.plan.rung} ({len(reasons)})"
+    cells = (
+        f"{start} {rung} | {len(made.graph.nodes)} | {equal} | {trial.plan.num_recomputed} | "
         f"{plain / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB{note} | {1 - peak / plain:.0%} | "
         f"{made.recompute_overhead:.1%} | {seconds} |"
     )
+    return Row(
+        architecture.name, cells, trial.plan.num_recomputed > 0 and not trial.different, bool(trial.different), reasons
+    )
+
+
+def _without_place(reason: str) -> str:
+    """A reason without the file in which it lies on this machine."""
+    return re.sub(r" \(at [^()]*?: (?P<line>'[^']*'|\"[^\"]*\")\)", r" (at \g<line>)", reason)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many are rematerialized, and how many wrong."""
+    done, wrong = sum(r.is_rematerialized for r in rows), sum(r.is_wrong for r in rows)
+    return (
+        f"{done} of {len(rows)} ({done / len(rows):.0%}) are rematerialized with exactly the plain results, "
+        f"{wrong} wrong, {len(rows) - done - wrong} left as they are."
+    )
+
+
+def table(rows: Sequence[Row], planner: str, effort: float) -> str:
+    """The Markdown page: the command, the rows, the summary, the reasons."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
+    command = f"python recipes/benchmarks/architectures.py --planner {planner} --effort {effort}"
+    notes = [f"- {r.name}: {reason}" for r in rows for reason in r.reasons]
+    lines = [f"`{command}`, {versions}", "", summary(rows), "", HEADER, *(r.cells for r in rows)]
+    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[""])
     parser.add_argument("--planner", default="auto")
-    parser.add_argument("--effort", type=float, default=0.1, help="of the planner auto")
+    parser.add_argument("--effort", type=float, default=0.02, help="of the planner auto")
     arguments = parser.parse_args()
     options = {"effort": arguments.effort} if arguments.planner == "auto" else {}
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
-    command = f"python recipes/benchmarks/architectures.py --planner {arguments.planner} --effort {arguments.effort}"
-    lines = [f"`{command}`, {versions}\n", HEADER]
-    print("\n".join(lines), flush=True)
+    rows: list[Row] = []
     for architecture in ARCHITECTURES:
         if any(name.lower() in architecture.name.lower() for name in arguments.names):
-            lines.append(row(architecture, arguments.planner, **options))
-            print(lines[-1], flush=True)
+            rows.append(row(architecture, arguments.planner, **options))
+            print(rows[-1].cells, flush=True)
+    page = table(rows, arguments.planner, arguments.effort)
+    print(page)
     if arguments.names == [""]:
-        RESULTS.write_text("\n".join(lines) + "\n")
+        RESULTS.write_text(page)
 
 
 if __name__ == "__main__":

@@ -73,11 +73,11 @@ def _torchvision(name: str) -> Architecture:
     return Architecture("torchvision", name, build, images, (2, extent), (32, max(extent, 224)))
 
 
-def _timm(name: str, small: int = 64, large: int = 224) -> Architecture:
+def _timm(name: str, small: tuple[int, int] = (2, 64)) -> Architecture:
     def build() -> nn.Module:
         return importlib.import_module("timm").create_model(name, pretrained=False)
 
-    return Architecture("timm", name, build, images, (2, small), (32, large))
+    return Architecture("timm", name, build, images, small, (32, 224))
 
 
 def _smp(name: str) -> Architecture:
@@ -89,13 +89,18 @@ def _smp(name: str) -> Architecture:
 
 
 def _transformers(
-    model: str, config: str, options: dict[str, Any], inputs: Callable[[int, int], Tensor], small: int, large: int
+    model: str,
+    config: str,
+    options: dict[str, Any],
+    inputs: Callable[[int, int], Tensor],
+    small: tuple[int, int],
+    large: tuple[int, int],
 ) -> Architecture:
     def build() -> nn.Module:
         library = importlib.import_module("transformers")
         return getattr(library, model)(getattr(library, config)(**options)).train()
 
-    return Architecture("transformers", model, build, inputs, (2, small), (32, large))
+    return Architecture("transformers", model, build, inputs, small, large)
 
 
 TORCHVISION = (
@@ -109,17 +114,19 @@ TIMM = (
     "resnet50d convnextv2_atto mobilenetv3_small_100 regnety_004 eca_nfnet_l0 res2net50_26w_4s edgenext_xx_small "
     "hrnet_w18_small repvgg_a0 tf_efficientnetv2_b0 ghostnet_100 skresnet18 poolformer_s12 dpn68 mobilevit_xxs"
 )
-TIMM_OF_ONE_SIZE = "vit_tiny_patch16_224 mixer_s32_224 xcit_nano_12_p16_224 coatnet_0_rw_224 levit_128s"
+TIMM_OF_ONE_SIZE = "vit_tiny_patch16_224 xcit_nano_12_p16_224 coatnet_0_rw_224 levit_128s"
 
 ARCHITECTURES = (
     *map(_torchvision, TORCHVISION.split()),
     *map(_timm, TIMM.split()),
-    *(_timm(name, small=224) for name in TIMM_OF_ONE_SIZE.split()),
-    _timm("inception_v4", small=96),
+    *(_timm(name, (2, 224)) for name in TIMM_OF_ONE_SIZE.split()),
+    # Where parameters and their gradients set the lowest peak of a small step, it takes more samples or tokens.
+    _timm("mixer_s32_224", (8, 224)),
+    _timm("inception_v4", (2, 96)),
     *map(_smp, ("Unet", "FPN", "PSPNet", "DeepLabV3Plus")),
-    _transformers("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "use_cache": False}, tokens, 16, 256),
-    _transformers("ViTForImageClassification", "ViTConfig", {}, images, 224, 224),
-    _transformers("BertForSequenceClassification", "BertConfig", {"num_hidden_layers": 6}, tokens, 16, 256),
+    _transformers("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "use_cache": False}, tokens, (8, 64), (32, 256)),
+    _transformers("ViTForImageClassification", "ViTConfig", {}, images, (2, 224), (32, 224)),
+    _transformers("BertForSequenceClassification", "BertConfig", {"num_hidden_layers": 6}, tokens, (16, 64), (32, 256)),
     Architecture("recipes", "LSTM (unrolled)", lambda: LSTM(hidden_size=256, num_steps=16), tokens, (2, 16), (64, 16)),
     Architecture("torch", "nn.LSTM", StackedLSTM, tokens, (32, 64), (64, 256)),
 )
