@@ -16,7 +16,8 @@ from .batch_search.trial import install, uninstall
 from .batch_size import find
 from .budget import Budget
 from .errors import InfeasibleBudgetError, TraceError
-from .footprint import optimizer_tensors, tensors_in
+from .footprint import optimizer_tensors
+from .nested import tensors_in
 from .out_of_memory import is_out_of_memory
 from .report import out_of_memory_note, print_tables, write_reports
 from .result import Result

@@ -23,30 +23,22 @@ from torch.fx.proxy import Proxy
 from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
 
+from .arguments import ArgumentState
+from .constants import TensorConstant
 from .contexts import ContextualTracer
 from .decisions import Decision, answer
 from .errors import TraceError
 from .example_values import ExampleValues
 from .factories import recorded_factories
 from .hooks import has_hooks
+from .meter import tensor_storage
 from .nested import Structure, flatten
+from .plain_tensors import contained_tensors, tensor_attributes
 from .proxies import StateProxy, ValueProxy, instances_of_values
 from .python_state import PythonState
 
 logger = logging.getLogger(__name__)
 _set_rng_state = torch.set_rng_state  # while tracing, the one in torch refuses
-
-
-class TensorConstant:
-    """A tensor that the forward makes from constants alone, such as a table of positions."""
-
-    __name__ = "constant"
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-
-    def __call__(self) -> Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +71,11 @@ class SymbolicTracer(ContextualTracer):
         self.entered: list[str] = []
         self.examples = ExampleValues(module, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self.decisions: dict[tuple[fx.Node, Callable[[Any], Any]], Any] = {}
-        self.state = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+        named = (*tensor_attributes(module), *module.named_buffers(), *module.named_parameters())
+        self.state = {id(t): name for name, t in named}
+        self.attributes: dict[str, Proxy] = {}
         self.constants: dict[int, fx.Node] = {}
+        self.made: list[torch.UntypedStorage] = []  # by factories, from constants
         self.output_structure = structure
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -113,15 +108,26 @@ class SymbolicTracer(ContextualTracer):
             parameter_proxy_cache[name] = StateProxy(self, node, attr_val)
         return parameter_proxy_cache[name]
 
+    def tensor_attribute(self, tensor: Tensor) -> Any:
+        return self.getattr("", tensor, self.attributes)
+
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Proxy):
             return a.node
         if not isinstance(a, Tensor) or id(a) in self.state or a in self.tensor_attrs:
             return super().create_arg(a)
         if id(a) not in self.constants:
-            self.constants[id(a)] = self.create_node("call_function", TensorConstant(a), (), {})
+            storage = tensor_storage(a)
+            constant = TensorConstant(a, is_made=any(storage is made for made in self.made))
+            self.constants[id(a)] = self.create_node("call_function", constant, (), {})
         self.check_constant(self.constants[id(a)])
         return self.constants[id(a)]
+
+    def note_made(self, tensor: Tensor) -> None:
+        """A factory has made a tensor from constants."""
+        storage = tensor_storage(tensor)
+        if storage is not None and not self.examples.is_running:
+            self.made.append(storage)
 
     def check_constant(self, node: fx.Node) -> None:
         """Raises if a constant was written after it had been recorded, by code that no proxy saw."""
@@ -171,8 +177,13 @@ class SymbolicTracer(ContextualTracer):
         ]
         args, kwargs = self.call_structure.build(placeholders)
 
+        before, structure = flatten((args, kwargs))
+
         def call(root: nn.Module) -> Any:
             leaves, self.output_structure = flatten(root_fn(root, *args, **kwargs))
+            after, now = flatten((args, kwargs))
+            if now != structure or any(a is not b for a, b in zip(before, after, strict=True)):
+                raise RuntimeError("it changes a list, dict or dataclass that it is called with")
             return leaves
 
         return call, [self.root]
@@ -190,15 +201,17 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         TraceError: The module's own `forward` cannot be traced; names the line and the remedy.
     """
     leaves, structure = flatten((args, kwargs))
+    arguments = ArgumentState(leaves)
     opaque: dict[str, str] = {}
     while True:
         tracer = SymbolicTracer(module, leaves, structure, frozenset(opaque))
         try:
-            with _undisturbed(module) as changes, recorded_factories(tracer), instances_of_values():
+            with _undisturbed(module) as changes, recorded_factories(tracer, tracer.note_made), instances_of_values():
                 graph = tracer.trace(module)
                 for constant in tracer.constants.values():
                     tracer.check_constant(constant)
         except Exception as error:
+            arguments.put_back()
             where, line = _user_line(error, module)
             if not tracer.entered or tracer.entered[-1] in opaque:
                 raise TraceError(
@@ -210,6 +223,11 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             path = tracer.entered[-1]
             opaque[path] = f"{path} cannot be traced and is run as one operation: {error} (at {where}: {line!r})"
             continue
+        if (changed := arguments.put_back()) is not None:
+            raise TraceError(
+                f"{type(module).__name__}.forward changes {changed}, which a recomputation would change again. Remedy: "
+                "return what is new"
+            )
         if changes:
             path, name = changes[0]
             if not path or path in opaque:
@@ -232,6 +250,7 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
         A list that in the end names (module path, attribute) of every change that was undone.
     """
     attributes = PythonState(module)
+    contained = [(place, t, t._version, t.detach().clone()) for *place, t in contained_tensors(module)]
     randoms, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - users' code draws from it
     changes: list[tuple[str, str]] = []
@@ -243,6 +262,10 @@ def _undisturbed(module: nn.Module) -> Generator[list[tuple[str, str]], None, No
         random.setstate(randoms)
         np.random.set_state(numpy_state)  # noqa: NPY002
         changes += attributes.put_back()
+        for (path, name), tensor, version, value in contained:
+            if tensor._version != version:
+                tensor.copy_(value)
+                changes.append((path, name))
     if drew:
         raise TraceError(
             f"{type(module).__name__}.forward draws random numbers that a trace would turn into constants: from "

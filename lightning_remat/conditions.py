@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from .ambient import buffer_values, scratch_buffers
 from .evaluation import foreign_modules, is_foreign, submodule_at
 from .hooks import with_submodules
+from .plain_tensors import contained_tensors, holder_of, tensor_attributes
 from .python_state import PythonState
 from .random_state import Draws
 from .tracer import Operation
@@ -54,12 +55,14 @@ class Conditions:
         *,
         is_fake: bool,
     ) -> None:
-        self._foreign = [(m, PythonState(m)) for m in foreign_modules(module, operation)]
+        foreign = foreign_modules(module, operation)
+        self._foreign = [(m, PythonState(m)) for m in foreign]
+        self._contained = [(name, t, t._version) for m in foreign for _, name, t in contained_tensors(m)]
         is_unknown = is_foreign(operation) or bool(self._foreign)
         self._draws = None
         if (operation.is_random or is_unknown) and not is_fake:
             self._draws = Draws(devices, with_host=is_unknown)
-        own = dict(_buffers(module, operation))
+        own = dict(_buffers(module, operation, foreign))
         # What a user's code writes may differ from call to call; a trace has seen one.
         self._scratch = list(own) if self._foreign else [name for name in own if name in written]
         kept = [name for name in self._scratch if not _only_writes(module, operation, name)]
@@ -80,6 +83,9 @@ class Conditions:
             RuntimeError: A parameter or buffer has been changed in place since.
         """
         with ExitStack() as stack:
+            for name, tensor, version in self._contained:
+                if tensor._version != version:
+                    raise modified(f"a tensor in the attribute {name}", version, tensor)
             for owner, key, tensor, version in self._reads:
                 if tensor._version != version:
                     raise modified(f"the parameter or buffer {_name_of(module, owner, key)}", version, tensor)
@@ -116,8 +122,8 @@ def _attributes(operation: Operation) -> Iterator[str]:
                 yield str(i.target)
 
 
-def _buffers(module: nn.Module, operation: Operation) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that the operation can see, by their dotted names."""
+def _buffers(module: nn.Module, operation: Operation, foreign: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers and tensor attributes that the operation can see, by their dotted names."""
     for path, submodule in _called(module, operation):
         if submodule._modules:
             for name, buffer in submodule.named_buffers(remove_duplicate=False):
@@ -126,11 +132,14 @@ def _buffers(module: nn.Module, operation: Operation) -> Iterator[tuple[str, Ten
             for name, buffer in submodule._buffers.items():
                 if buffer is not None:
                     yield f"{path}.{name}", buffer
+        if submodule in foreign:
+            for name, tensor in tensor_attributes(submodule):
+                yield f"{path}.{name}", tensor
     for name in _attributes(operation):
         path, _, leaf = name.rpartition(".")
-        buffer = submodule_at(module, path)._buffers.get(leaf)
-        if buffer is not None:
-            yield name, buffer
+        tensor = holder_of(submodule_at(module, path), leaf).get(leaf)
+        if tensor is not None:
+            yield name, tensor
 
 
 def _reads(module: nn.Module, operation: Operation) -> Iterator[_Read]:
@@ -143,7 +152,8 @@ def _reads(module: nn.Module, operation: Operation) -> Iterator[_Read]:
                         yield _Read(owner, key, tensor, tensor._version)
     for name in _attributes(operation):
         path, _, leaf = name.rpartition(".")
-        for owner in _owners(submodule_at(module, path)):
+        submodule = submodule_at(module, path)
+        for owner in (submodule._parameters, holder_of(submodule, leaf)):
             tensor = owner.get(leaf)
             if tensor is not None:
                 yield _Read(owner, leaf, tensor, tensor._version)

@@ -82,12 +82,16 @@ class ContextualTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a run with gradients, whatever the caller's mode."""
-        with torch.enable_grad(), self._watched(), watched_attributes() as read:
+        with torch.enable_grad(), self._watched(), watched_attributes(self.tensor_attribute) as read:
             self.attributes_read = read
             self._surroundings = _surroundings()
             graph = super().trace(root, concrete_args)
         note_attributes(graph, root, read)
         return graph
+
+    def tensor_attribute(self, tensor: torch.Tensor) -> Any:
+        """What the forward gets where it reads an attribute that is a tensor."""
+        return tensor
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """As in fx, with the contexts in the node's `meta`."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .ambient import Ambient, recomputing
 from .conditions import Conditions, modified
 from .evaluation import call, detached, evaluate
+from .plain_tensors import tensor_attributes
 from .program import Program
 from .random_state import generators_in_use
 from .saved_tensors import (
@@ -81,7 +82,7 @@ class Step:
         self.devices = list({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
         self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
         self.is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        owned = [*module.parameters(), *module.buffers(), *tensors]
+        owned = [*module.parameters(), *module.buffers(), *(t for _, t in tensor_attributes(module)), *tensors]
         self.external = {key for t in owned if (key := storage_key(t)) is not None}
         self.outputs: list[list[Any] | None] = [None] * count
         self.leaves: list[list[Leaf]] = [[] for _ in range(count)]

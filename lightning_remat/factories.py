@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.proxy import Proxy
 from torch.utils._pytree import tree_leaves
 
@@ -19,8 +19,13 @@ FACTORIES = (
 
 
 @contextmanager
-def recorded_factories(tracer: fx.Tracer) -> Generator[None, None, None]:
-    """Calls of torch's factories with a proxy among their arguments become nodes, which no dispatch would make them."""
+def recorded_factories(tracer: fx.Tracer, note: Callable[[Tensor], None]) -> Generator[None, None, None]:
+    """Calls of torch's factories with a proxy among their arguments become nodes, which no dispatch would make them.
+
+    Args:
+        tracer: Makes the nodes.
+        note: Is told of what the other calls make.
+    """
     originals: dict[str, Callable[..., Any]] = {name: getattr(torch, name) for name in FACTORIES.split()}
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,7 +33,9 @@ def recorded_factories(tracer: fx.Tracer) -> Generator[None, None, None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(a, Proxy) for a in tree_leaves((args, kwargs))):
                 return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
+            made = function(*args, **kwargs)
+            note(made)
+            return made
 
         return call
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules import module as module_hooks
 
 from .hooks import has_hooks
@@ -65,14 +65,21 @@ class Fingerprint:
 
 
 @contextmanager
-def watched_attributes() -> Generator[set[tuple[int, str]], None, None]:
-    """Yields a set that fills with (id of the module, name) of the attributes that code inside reads."""
+def watched_attributes(tensor: Callable[[Tensor], Any]) -> Generator[set[tuple[int, str]], None, None]:
+    """Yields a set that fills with (id of the module, name) of the attributes that code inside reads.
+
+    Args:
+        tensor: What code inside gets in place of a tensor that is an attribute.
+    """
     read: set[tuple[int, str]] = set()
 
     def seen(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
         if name[:2] != "__" and name not in _INTERNAL:
             read.add((id(module), name))
-        return object.__getattribute__(module, name)
+            if isinstance(value, Tensor):
+                return tensor(value)
+        return value
 
     cast(Any, nn.Module).__getattribute__ = seen
     try:

@@ -7,16 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .meter import measure_peak, tensor_storage
+from .nested import tensors_in
 from .regions import Call, View
 from .stopwatch import Stopwatch
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nested value."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

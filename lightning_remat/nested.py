@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -55,3 +56,8 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
         else:
             leaves.append(part)
     return leaves, Structure(spec, tuple(records))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

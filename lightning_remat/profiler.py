@@ -22,6 +22,7 @@ from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
 from .meter import Peak, measure_growth, tensor_storage
 from .nested import flatten
+from .plain_tensors import tensor_attributes
 from .python_state import PythonState
 from .random_state import RandomState
 from .recording import buffers_apart
@@ -124,7 +125,8 @@ class _Profiler:
         self.module, self.operations = traced.module, traced.operations
         tensors = list(values.values())
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        owned = [*self.module.parameters(), *self.module.buffers(), *tensors]
+        attributes = (t for _, t in tensor_attributes(self.module))
+        owned = [*self.module.parameters(), *self.module.buffers(), *attributes, *tensors]
         self.metered_device = torch.device("cpu") if is_fake else self.device
         # CUDA's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"

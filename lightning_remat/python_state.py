@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,13 @@ class PythonState:
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(path, m, _snapshot(m)) for path, m in module.named_modules()]
+
+    @classmethod
+    def of(cls, holders: Mapping[str, Any]) -> PythonState:
+        """The attributes of any objects, by names that `put_back` gives in place of module paths."""
+        state = cls.__new__(cls)
+        state._before = [(name, holder, _snapshot(holder)) for name, holder in holders.items()]
+        return state
 
     def put_back(self) -> list[tuple[str, str]]:
         """Undoes every change; returns (module path, attribute) of each."""
@@ -34,12 +41,12 @@ class PythonState:
             now.put_back()
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    return {k: (v, copy.copy(v) if isinstance(v, (dict, list, set)) else v) for k, v in vars(module).items()}
+def _snapshot(holder: Any) -> dict[str, Any]:
+    return {k: (v, copy.copy(v) if isinstance(v, (dict, list, set)) else v) for k, v in vars(holder).items()}
 
 
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    state = vars(module)
+def _put_back(holder: Any, before: dict[str, Any]) -> list[str]:
+    state = vars(holder)
     changed = [name for name in state if name not in before]
     for name in changed:
         del state[name]

@@ -15,10 +15,13 @@ from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[re
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .constants import TensorConstant
 from .contexts import entered
 from .errors import TraceError
 from .hooks import silenced_hooks
 from .meter import tensor_storage
+from .nested import flatten
+from .plain_tensors import contained_tensors, plain_tensors_apart, tensor_attributes
 from .python_state import PythonState
 
 logger = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[f
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tied = {id(t): mode.from_tensor(t) for _, t in _named_tensors(module)}
         fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
-        with mode, _reparametrize_module(module, fakes):
+        with mode, _reparametrize_module(module, fakes), plain_tensors_apart(module, mode.from_tensor):
             return _Recorder(module, graph).record([mode.from_tensor(t) for t in tensors])
     except TraceError:
         raise
@@ -104,7 +107,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def buffers_apart(module: nn.Module) -> Generator[None, None, None]:
-    """The module with copies in place of its buffers, so that what runs inside leaves no trace in them."""
+    """The module with copies in place of its buffers and plain tensors: what runs inside leaves no trace in them."""
     originals: list[tuple[nn.Module, str, Tensor]] = []
     copies: dict[int, Tensor] = {}
     for m in module.modules():
@@ -115,7 +118,8 @@ def buffers_apart(module: nn.Module) -> Generator[None, None, None]:
     try:
         for m, name, buffer in originals:
             m._buffers[name] = copies[id(buffer)]  # pyright: ignore[reportPrivateUsage]
-        yield
+        with plain_tensors_apart(module, lambda t: t.detach().clone()):
+            yield
     finally:
         for m, name, buffer in originals:
             m._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
@@ -162,9 +166,27 @@ class _Recorder(fx.Interpreter):
         return self.records
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        submodule = self.root.get_submodule(target)
+        contained = [(name, t, t._version) for _, name, t in contained_tensors(submodule)]
+        before, structure = flatten((args, kwargs))  # fx itself forbids to change lists and dicts, but not dataclasses
         # With gradients, as in a step: users' code may ask for them, or differentiate within its forward.
-        with silenced_hooks(self.root.get_submodule(target)), torch.enable_grad():
-            return tree_map_only(Tensor, Tensor.detach, super().call_module(target, args, kwargs))
+        with silenced_hooks(submodule), torch.enable_grad():
+            value = tree_map_only(Tensor, Tensor.detach, super().call_module(target, args, kwargs))
+        for name, tensor, version in contained:
+            if tensor._version != version:
+                raise TraceError(
+                    f"{target} writes in place into a tensor in its attribute {name!r}, which a recomputation would "
+                    "write again. Remedy: keep it in a buffer (register_buffer(..., persistent=False))"
+                )
+        after, now = flatten((args, kwargs))
+        if now != structure or any(a is not b for a, b in zip(before, after, strict=True)):
+            raise TraceError(f"{target} changes a dataclass that it is called with, which a trace cannot follow")
+        return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, TensorConstant):
+            return target.copy()
+        return super().call_function(target, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value: Any = self.root
@@ -205,7 +227,8 @@ class _Recorder(fx.Interpreter):
     def _buffers_of(self, n: fx.Node, inputs: dict[fx.Node, list[Tensor]]) -> list[tuple[str, Tensor]]:
         if n.op == "call_module":
             leaf = self.root.get_submodule(str(n.target))
-            return [(f"{n.target}.{name}", b) for name, b in leaf.named_buffers(remove_duplicate=False)]
+            held = (*leaf.named_buffers(remove_duplicate=False), *tensor_attributes(leaf))
+            return [(f"{n.target}.{name}", b) for name, b in held]
         return [(str(i.target), t) for i, tensors in inputs.items() if i.op == "get_attr" for t in tensors]
 
     def _owner(self, t: Tensor) -> list[fx.Node]:

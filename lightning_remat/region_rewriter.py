@@ -11,8 +11,9 @@ from torch import nn
 
 from .budget import format_bytes
 from .errors import InfeasibleBudgetError, TraceError
-from .footprint import outside_bytes, tensors_in
+from .footprint import outside_bytes
 from .graph import Graph
+from .nested import tensors_in
 from .planner import Plan
 from .region_search import find_regions, parts_of, traced_call
 from .regions import View, look_through

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from .errors import TraceError
 from .graph import Graph
+from .nested import flatten
 from .profiler import profile
 from .refusals import is_sharded, reason_against
 from .regions import Call, NoCallError, View
@@ -126,7 +126,7 @@ def _is_traced(
 
 
 def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
-    leaves, structure = tree_flatten((call.args, call.kwargs))
+    leaves, structure = flatten((call.args, call.kwargs))
     return structure, [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .ambient import Ambient
 from .meter import tensor_storage
+from .nested import flatten, tensors_in
 from .saved_tensors import storage_key
 
 
@@ -146,7 +146,7 @@ class _SavedBetween:
 
     def bytes_beside(self, calls: Sequence[Call]) -> int:
         """Bytes of all that was noted and is not an input of the calls."""
-        inputs = [t for call in calls for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for call in calls for t in tensors_in((call.args, call.kwargs))]
         held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
         return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
 
@@ -159,7 +159,7 @@ class _Frame:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
-        types = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        types = {t.device.type for t in tensors_in((args, kwargs))}
         self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
         self.children: list[_Frame] = []
         self.is_handed_on = False  # gets just what its caller got
@@ -168,7 +168,7 @@ class _Frame:
         self._output: Callable[[], Any] = _nothing
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
-        mine, theirs = tree_leaves((self.args, self.kwargs)), tree_leaves((args, kwargs))
+        mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
         is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
         holds = is_outermost or is_handed_on
         frame = _Frame(module, args if holds else (), kwargs if holds else {})
@@ -178,7 +178,7 @@ class _Frame:
 
     def leave(self, output: Any) -> None:
         has_parameters = any(p.requires_grad for p in self.module.parameters())
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         self.is_differentiable = any(t.requires_grad for t in tensors)
         self.is_trainable = has_parameters and self.is_differentiable
         self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
@@ -225,10 +225,6 @@ def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any
 
 def detached(value: Any) -> Any:
     """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`."""
-
-    def detach(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().requires_grad_(leaf.requires_grad)
-        return leaf
-
-    return tree_map(detach, value)
+    leaves, structure = flatten(value)
+    cut = (leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return structure.build(cut)

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .budget import Budget, parse_budget
 from .device_memory import device_memory
 from .errors import InfeasibleBudgetError, TraceError
-from .footprint import tensors_in
 from .lowering import lower_kept
+from .nested import tensors_in
 from .planner import Plan
 from .planner import plan as make_plan
 from .profiler import profile

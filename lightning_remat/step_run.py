@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .footprint import storage_bytes, tensors_in
+from .footprint import storage_bytes
 from .meter import measure_growth
+from .nested import tensors_in
 from .preserve import preserved_random, record
 from .regions import detached
 

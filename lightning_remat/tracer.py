@@ -11,10 +11,12 @@ from torch import Tensor, fx, nn
 
 from .ambient import casts_apart
 from .capture import Capture, capture
+from .constants import TensorConstant
 from .decisions import Decision, call_key
 from .errors import TraceError
 from .fingerprint import Fingerprint
 from .fusion import group
+from .meter import tensor_storage
 from .nested import Structure, flatten
 from .out_of_place import put_out_of_place
 from .recording import Record, record
@@ -178,12 +180,28 @@ def _refuse_foreign_writes(module: nn.Module, graph: fx.Graph, records: dict[fx.
                     f"other values ({_line_of(n)}). Remedy: use the out-of-place form of this operation",
                     where=_line_of(n),
                 )
+            if isinstance(owner.target, TensorConstant) and not _is_copied(graph, owner.target):
+                raise TraceError(
+                    f"{type(module).__name__}: {n.name} writes in place into a tensor that is no buffer and that no "
+                    f"call makes anew ({_line_of(n)}). Remedy: keep it in a buffer (register_buffer(..., "
+                    "persistent=False)), or make it from an input (new_zeros, zeros_like)",
+                    where=_line_of(n),
+                )
             if owner.op == "get_attr" and owner.target in parameters:
                 raise TraceError(
                     f"{type(module).__name__}: {n.name} writes in place into the parameter {owner.target} "
                     f"({_line_of(n)}). Remedy: update parameters outside the forward",
                     where=_line_of(n),
                 )
+
+
+def _is_copied(graph: fx.Graph, constant: TensorConstant) -> bool:
+    """Lets every call have its own copy of a constant that it writes, where the forward makes it and has one name."""
+    storage = tensor_storage(constant.tensor)
+    constants = [n.target for n in graph.nodes if isinstance(n.target, TensorConstant)]
+    is_alone = all(c is constant or tensor_storage(c.tensor) is not storage for c in constants)
+    constant.is_copied = constant.is_made and is_alone
+    return constant.is_copied
 
 
 def _line_of(n: fx.Node) -> str:

@@ -14,11 +14,12 @@ PURE_HALF = {
     "region_options", "schedule", "simulator", "stage_lowering", "stages", "step_memory", "step_planner",
 }  # fmt: skip
 TORCH_HALF = {
-    "ambient", "capture", "conditions", "contexts", "cost_model", "decisions", "device_memory", "evaluation",
-    "example_values", "executor", "factories", "fingerprint", "footprint", "fusion", "gradient_probe", "hooks",
-    "meter", "nested", "out_of_memory", "out_of_place", "preserve", "profiler", "program", "proxies", "python_state",
-    "random_state", "recording", "refusals", "region_rewriter", "region_search", "regions", "rematerializer",
-    "resident_memory", "rewriter", "saved_tensors", "self_check", "step_run", "stopwatch", "tracer", "watch",
+    "ambient", "arguments", "capture", "conditions", "constants", "contexts", "cost_model", "decisions",
+    "device_memory", "evaluation", "example_values", "executor", "factories", "fingerprint", "footprint", "fusion",
+    "gradient_probe", "hooks", "meter", "nested", "out_of_memory", "out_of_place", "plain_tensors", "preserve",
+    "profiler", "program", "proxies", "python_state", "random_state", "recording", "refusals", "region_rewriter",
+    "region_search", "regions", "rematerializer", "resident_memory", "rewriter", "saved_tensors", "self_check",
+    "step_run", "stopwatch", "tracer", "watch",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..batch_size import find
 from ..budget import Budget
-from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes, tensors_in
+from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
 from ..meter import measure_peak
+from ..nested import tensors_in
 from ..preserve import preserved
 from ..regions import View, look_through
 from ..report import write_reports

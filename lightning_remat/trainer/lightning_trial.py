@@ -12,15 +12,9 @@ from torch import Tensor
 
 from ..batch_search.batch_resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.trial import STEPS_PER_TRIAL
-from ..footprint import (
-    alive_bytes,
-    optimizer_footprint,
-    optimizer_tensors,
-    outside_bytes,
-    storage_bytes,
-    tensors_in,
-)
+from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
 from ..meter import measure_peak
+from ..nested import tensors_in
 from ..preserve import preserved, preserved_random
 from ..regions import View, look_through
 from ..settings import Settings
