@@ -18,6 +18,7 @@ from .device_memory import device_memory
 from .errors import InfeasibleBudgetError
 from .out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from .planner import plan
+from .plots import load_plotting
 from .result import Result
 from .settings import Settings
 from .step_planner import StepPlan
@@ -132,7 +133,8 @@ def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tup
 
 
 def _warm_up(model: StepModel, settings: Settings) -> None:
-    """Lets the planner take what it needs of the machine's memory (compiled code) before the rest is counted."""
+    """Lets planner and plots take what they keep of the machine's memory (code) before the rest is counted."""
+    load_plotting()
     for graph in model.graphs_at(model.line.large if model.line is not None else 1).values():
         with suppress(InfeasibleBudgetError):
             plan(graph, 0, settings.planner)

@@ -19,7 +19,7 @@ from .errors import InfeasibleBudgetError, TraceError
 from .footprint import optimizer_tensors
 from .nested import tensors_in
 from .out_of_memory import is_out_of_memory
-from .report import out_of_memory_note, print_tables, write_reports
+from .report import draw_plots, out_of_memory_note, print_tables, write_report
 from .result import Result
 from .schedule import Schedule
 from .self_check import find_difference
@@ -177,7 +177,9 @@ class Rematerialization(Callback):
             print_tables(result)
             if self.settings.plan_path is not None:
                 Path(self.settings.plan_path).write_text(json.dumps(self._state))
-        self._write_reports(trainer)
+        if (folder := self._report_dir(trainer)) is not None:
+            write_report(result, folder)
+            draw_plots(result, folder)
         self._clock = StepClock(trial.device, with_scratch=self.settings.counts_scratch)
         if self.settings.on_oom == "replan":
             if trainer.world_size > 1 or not pl_module.automatic_optimization:
@@ -237,10 +239,11 @@ class Rematerialization(Callback):
             self._clock.start()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs what no log step has seen, and writes report and plots."""
+        """Logs what no log step has seen, and adds what was measured to the report."""
         if self._clock is not None and self.result is not None:
             self._log(trainer, self._clock.read())
-            self._write_reports(trainer)
+            if (folder := self._report_dir(trainer)) is not None:
+                write_report(self.result, folder, self._readings)
 
     def _log(self, trainer: Trainer, reading: Reading | None) -> None:
         result = self.result
@@ -261,13 +264,10 @@ class Rematerialization(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
 
-    def _write_reports(self, trainer: Trainer) -> None:
-        if self.settings.report_dir is not None:
-            folder = Path(self.settings.report_dir)
-        else:
-            folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is agreed upon: ask on every rank
-        if trainer.is_global_zero and self.result is not None and not getattr(trainer, "fast_dev_run", False):
-            write_reports(self.result, folder, self._readings)
+    def _report_dir(self, trainer: Trainer) -> Path | None:
+        """Where this process writes reports, if it does; every rank asks, since they agree upon `log_dir`."""
+        folder = Path(self.settings.report_dir or trainer.log_dir or trainer.default_root_dir)
+        return folder if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False) else None
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

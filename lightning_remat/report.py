@@ -111,8 +111,8 @@ def out_of_memory_note(result: Result) -> str:
     )
 
 
-def write_reports(result: Result, folder: Path, readings: Sequence[Reading] = ()) -> Path:
-    """Writes `remat_report.json` into the folder, and plots beside it if matplotlib is installed.
+def write_report(result: Result, folder: Path, readings: Sequence[Reading] = ()) -> Path:
+    """Writes `remat_report.json` into the folder.
 
     Args:
         result: What was found.
@@ -120,17 +120,22 @@ def write_reports(result: Result, folder: Path, readings: Sequence[Reading] = ()
         readings: What was measured during the run.
 
     Returns:
-        The JSON file.
+        The file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "remat_report.json"
     data = {**json.loads(result.to_json()), "run": _run_figures(readings)}
     path.write_text(json.dumps(data, indent=1))
+    return path
+
+
+def draw_plots(result: Result, folder: Path) -> None:
+    """Draws memory over the step, and the batch sizes if there were several, if matplotlib is installed."""
     if can_plot():
+        folder.mkdir(parents=True, exist_ok=True)
         plot_timeline(result, folder / "remat_timeline.png")
         if len(result.trials) > 1:
             plot_candidates(result, folder / "remat_batch_sizes.png")
-    return path
 
 
 def _run_figures(readings: Sequence[Reading]) -> dict[str, float | None]:

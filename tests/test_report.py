@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from lightning_remat import Graph, Node
-from lightning_remat.report import candidates_table, format_table, kept_and_recomputed, result_table, write_reports
+from lightning_remat.report import (
+    candidates_table,
+    draw_plots,
+    format_table,
+    kept_and_recomputed,
+    result_table,
+    write_report,
+)
 from lightning_remat.result import Candidate, Result
 from lightning_remat.step_memory import Surroundings
 from lightning_remat.step_planner import plan_step
@@ -46,7 +53,8 @@ def test_candidates_are_listed_by_size_with_the_choice(result: Result) -> None:
 
 def test_report_file_and_plots(result: Result, tmp_path: Path) -> None:
     readings = [Reading(0.5, 16.0, 100), Reading(0.7, 12.0, None), Reading(0.6, 14.0, 300)]
-    data = json.loads(write_reports(result, tmp_path / "new", readings).read_text())
+    data = json.loads(write_report(result, tmp_path / "new", readings).read_text())
+    draw_plots(result, tmp_path / "new")
     assert data["run"] == {"peak_bytes": 300, "step_seconds": 0.6, "samples_per_second": 14.0}
     assert data["batch_size"] == 8
     assert data["plans"]["net"]["schedule"] == str(result.plan.schedule)
@@ -56,8 +64,8 @@ def test_report_file_and_plots(result: Result, tmp_path: Path) -> None:
 
 def test_no_plots_without_matplotlib(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_remat.report.can_plot", lambda: False)
-    write_reports(result, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["remat_report.json"]
+    draw_plots(result, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_figures_are_derived_from_the_plan(result: Result) -> None:

@@ -198,16 +198,31 @@ def test_size_that_runs_out_of_memory_when_executed_is_not_returned(tmp_path: Pa
 
 
 def test_free_memory_less_the_margin_is_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size_module, "device_memory", lambda device: DeviceMemory(8 * MIB, 16 * MIB))
+    monkeypatch.setattr(batch_size_module, "device_memory", lambda device: DeviceMemory(64 * MIB, 128 * MIB))
     module = seeded()
     alive = sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
     budgets: dict[Any, int] = {}
     for wanted in (None, 0.5):
-        callback = remat(memory_budget=wanted, margin=0.2, on_infeasible="minimum")
+        callback = remat(memory_budget=wanted, margin=0.2)
         run(tmp_path, seeded(), callback, max_steps=1)
         assert callback.result is not None
-        budgets[wanted] = callback.result.step.budget_bytes
-    assert budgets == {None: int((8 * MIB + alive) * 0.8), 0.5: int(0.5 * int(16 * MIB * 0.8))}
+        budgets[wanted] = callback.result.budget_bytes
+    assert budgets == {None: int((64 * MIB + alive) * 0.8), 0.5: int(0.5 * int(128 * MIB * 0.8))}
+
+
+def test_what_draws_the_report_is_loaded_before_free_memory_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def count(device: torch.device) -> DeviceMemory:
+        events.append("count")
+        return DeviceMemory(64 * MIB, 128 * MIB)
+
+    monkeypatch.setattr(batch_size_module, "device_memory", count)
+    monkeypatch.setattr(batch_size_module, "load_plotting", lambda: events.append("load"))
+    run(tmp_path, seeded(), remat(memory_budget=None), max_steps=1)
+    assert events[:2] == ["load", "count"]
 
 
 class Heavy(nn.Module):

@@ -18,7 +18,7 @@ from ..meter import measure_peak
 from ..nested import tensors_in
 from ..preserve import preserved
 from ..regions import View, look_through
-from ..report import write_reports
+from ..report import draw_plots, write_report
 from ..result import Result
 from ..schedule import Schedule
 from ..settings import Settings
@@ -70,15 +70,8 @@ def find_batch_size(
         loss_of: The loss of a batch; calls `module`.
         optimizers: Those that step after the backward; their state and step are part of the peak.
         planner: A name of `PLANNERS`, or a function.
-        memory_budget: See `Rematerialization`, as for the following ones.
-        batch_size: See there.
-        margin: See there.
-        objective: See there.
-        max_overhead: See there.
-        min_batch_size: See there.
-        max_batch_size: See there.
-        multiple_of: See there.
-        modules: See there.
+        memory_budget, batch_size, margin, objective, max_overhead: See `Rematerialization`.
+        min_batch_size, max_batch_size, multiple_of, modules: See there.
         is_accumulating: Whether gradients of several batches are summed before a step.
         precision: The context in which the forward runs, such as `fabric.autocast`.
         backward: Runs the backward of a loss, such as `fabric.backward`.
@@ -107,7 +100,8 @@ def find_batch_size(
     trial = PlainTrial(module, batch, loss_of, several, precision, backward, modules, is_accumulating)
     result, _ = find(trial, settings)
     if report_dir is not None:
-        write_reports(result, Path(report_dir))
+        write_report(result, Path(report_dir))
+        draw_plots(result, Path(report_dir))
     return result
 
 

@@ -81,10 +81,13 @@ def build(name: str, image_size: int) -> Any:
 
 
 def load_everything(image_size: int) -> None:
-    """Starts threads and compiles kernels of torch and of the planner: the limit is on the memory of training."""
+    """Starts threads, compiles kernels, loads what draws the report: the limit is on the memory of training."""
     import torch
 
     from lightning_remat import plan, profile, trace
+    from lightning_remat.plots import load_plotting
+
+    load_plotting()
 
     net = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
     images = torch.randn(2, 3, image_size, image_size)
