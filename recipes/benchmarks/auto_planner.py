@@ -251,7 +251,7 @@ def summary(comparisons: Sequence[Comparison]) -> str:
         others = {name: floor for name, floor in c.floors.items() if name != "auto"}
         nearest = min(others, key=lambda name: others[name]) if others else None
         measured = [p for p in c.points if p.measured_bytes is not None]
-        within = sum(p.measured_bytes <= p.budget_bytes for p in measured if p.measured_bytes is not None)
+        within = sum(p.measured_bytes - LOSS_BYTES <= p.budget_bytes for p in measured if p.measured_bytes is not None)
         compared = [p for p in c.points if p.others]
         cells = [
             c.name,

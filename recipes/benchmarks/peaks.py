@@ -19,6 +19,10 @@ from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize, 
 from lightning_remat.budget import format_bytes
 
 
+LOSS_BYTES = 8
+"""What the loss of `measured_peak` takes, which is in no plan: a number and its gradient."""
+
+
 class _TakesGradients(torch.autograd.Function):
     """A loss that holds the outputs until their backward and then makes a gradient for each."""
 
