@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.paper_scale import NETWORKS, PaperNetwork
 from benchmarks.paper_seconds import with_measured_seconds
-from benchmarks.peaks import lowest_peak, measured_peak
+from benchmarks.peaks import LOSS_BYTES, lowest_peak, measured_peak
 from lightning_remat import (
     PLANNERS,
     Graph,

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize, restore
 from lightning_remat.budget import format_bytes
 
-
 LOSS_BYTES = 8
 """What the loss of `measured_peak` takes, which is in no plan: a number and its gradient."""
 
