@@ -82,6 +82,8 @@ def plot_candidates(result: Result, path: Path) -> None:
     for axes in (rate, peak):
         axes.set_xlabel("batch size")
         axes.axvline(result.batch_size, color="tab:green", linestyle=":", label="chosen")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
         axes.legend()
     figure.savefig(path)
 
