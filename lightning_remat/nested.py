@@ -48,11 +48,12 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     leaves: list[Any] = []
     records: list[tuple[int, type, tuple[str, ...], Structure]] = []
     for place, part in enumerate(parts):
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            names = tuple(field.name for field in dataclasses.fields(part))
+        kind = type(cast(object, part))  # of what a proxy stands for, nothing need be known
+        if dataclasses.is_dataclass(cast(Any, kind)):
+            names = tuple(field.name for field in dataclasses.fields(cast(Any, kind)))
             inner, structure = flatten([getattr(part, name) for name in names])
             leaves += inner
-            records.append((place, type(part), names, structure))
+            records.append((place, kind, names, structure))
         else:
             leaves.append(part)
     return leaves, Structure(spec, tuple(records))
