@@ -53,10 +53,10 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     model = _model(trial, sizes, settings)
     if settings.memory_budget is None and trial.device.type == "cpu":
         _warm_up(model, settings)
-    free_bytes, total_bytes = device_memory(trial.device)
-    free_bytes = trial.least(free_bytes + trial.alive_bytes())
-    search = CandidateSearch(trial.batch_size, settings, sizes, model, free_bytes, trial.least(total_bytes))
+    total_bytes = trial.least(device_memory(trial.device).total_bytes)
+    search = CandidateSearch(trial.batch_size, settings, sizes, model, _free_bytes(trial), total_bytes)
     search.model = _refined(trial, search)
+    search.recount(_free_bytes(trial))
     if lowest:
         trial.share(search.settle_for_lowest)
     good: Result | None = None
@@ -83,24 +83,26 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             raise
         if measured == _OUT_OF_MEMORY:
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
-            search.tighten(trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes()))
+            search.recount(_free_bytes(trial))
+            search.tighten()
             continue
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
             # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
             search.correct(measured - max(step.timeline.memory_bytes), size)
-        if measured <= choice.budget_bytes or lowest:
+        search.recount(_free_bytes(trial))
+        budget = min(choice.budget_bytes, search.budget(size))
+        if measured <= budget or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             plain = search.plain_peak(size)
-            budget = max(measured, choice.budget_bytes)
-            result = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason)
+            result = Result(size, max(measured, budget), step, measured, plain, trials, num_steps, choice.reason)
             could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
             if lowest or good is not None or not could_improve:
                 return result, modules
             good = result
         uninstall(modules)
         if good is None and num_steps + 2 * STEPS_PER_TRIAL > MOST_STEPS:
-            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
+            search.leave_room(budget / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
         return good, install(trial, good.batch_size, good.step)
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
@@ -109,6 +111,11 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         f"last time at {found}: raise memory_budget",
         minimum_bytes=measured,
     )
+
+
+def _free_bytes(trial: Trial) -> int:
+    """What every rank has for the step now, what is alive of it already included."""
+    return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
 
 
 def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tuple[list[nn.Module], int]:

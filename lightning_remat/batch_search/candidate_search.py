@@ -144,9 +144,15 @@ class CandidateSearch:
         self.model = self.model.corrected(excess_bytes, size)
         self.trials, self.steps = {}, {}
 
-    def tighten(self, free_bytes: int) -> None:
-        """A step ran out of memory; by how much is not known. `free_bytes` is what the device has now."""
-        self.free_bytes = min(self.free_bytes, free_bytes)
+    def recount(self, free_bytes: int) -> None:
+        """The device has that much now: less than before where libraries keep memory (code for each new shape)."""
+        if free_bytes < self.free_bytes:
+            self.free_bytes = free_bytes
+            if self.settings.memory_budget is None:
+                self.trials, self.steps = {}, {}
+
+    def tighten(self) -> None:
+        """A step ran out of memory; by how much is not known."""
         self.leave_room(_TIGHTER)
 
     def leave_room(self, part: float) -> None:
