@@ -109,8 +109,8 @@ class Step:
                     self._run_first(n, returned)
                 elif kind == "F":
                     self._revive(n)
-                elif kind == "D" and n in self.program.revived:
-                    self._put_to_sleep(n)
+                elif kind == "D" and self.program.revived:
+                    self._empty(n)
                 else:
                     self._discard(kind, n)
             # From here on the table must not hold the autograd graph that holds the table.
@@ -190,14 +190,18 @@ class Step:
         assert values is not None, f"{node} is not resident"
         return values[self.operations[producer].outputs.index(node)]
 
-    def _put_to_sleep(self, n: int) -> None:
-        """Discards an output that the forward will compute again: its tensors stay, without memory."""
+    def _empty(self, n: int) -> None:
+        """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
+
+        All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
+        """
         values = self.outputs[n]
         assert values is not None
         if n not in self.program.traced.outputs:  # the caller holds what leaves the region
             for t in held_only_here(values):  # a hook or a custom function may keep one, as in the plain run
                 t.data = t.data.new_empty(0)
-        self.dormant[n] = values
+        if n in self.program.revived:
+            self.dormant[n] = values
         self.outputs[n] = None
 
     def _revive(self, n: int) -> None:

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.peaks import measured_peak
+from benchmarks.peaks import LOSS_BYTES, measured_peak
 from lightning_remat import InfeasibleBudgetError, plan, profile, rematerialize, restore, trace
 from networks.lstm import LSTM
 from networks.unet import UNet
 
 SMALL = 0.02  # effort
-LOSS_BYTES = 8  # the loss of `measured_peak` and its gradient, which are no part of the module's step
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "unet": (lambda: UNet(1, 3, width=4), lambda: torch.randn(2, 1, 188, 204)),
     "lstm": (lambda: LSTM(7, 3, 5, num_layers=2, num_steps=4), lambda: torch.randint(7, (64, 4))),

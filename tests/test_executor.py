@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from random_graphs import schedules
 from random_modules import modules
 from rewriting import rewrite
-from torch import nn
+from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
 
 from lightning_remat import ScheduleError, profile, simulate, trace
 from lightning_remat import executor as executor_module
-from lightning_remat.lowering import lower_kept
+from lightning_remat.lowering import apply_liveness, lower_kept
 from lightning_remat.program import compile_schedule
 from lightning_remat.schedule import Schedule
 
@@ -292,3 +292,29 @@ def test_a_module_that_counts_its_calls_counts_them_once() -> None:
     assert_equal_traces(traces(plain, [x, x]), traces(ours, [x, x]))
     assert [m.calls for m in (ours[1], ours[3])] == [2, 2]
     assert ours[1].history == [1, 2]
+
+
+class Gates(nn.Module):
+    """Two gates are views of one sum, as in a recurrent cell; the second is read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.mix = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.a(x) + self.b(x)).chunk(2, dim=1)
+        return self.mix(first.sigmoid()) * second.tanh()
+
+
+def test_views_made_again_within_the_forward_hold_no_base() -> None:
+    module, x = Gates(), torch.randn(512, 64)
+    graph = profile(trace(module, x), x, repeats=1)
+    kinds = ["linear", "linear", "add", "chunk", "getitem", "getitem", "sigmoid", "linear", "tanh", "mul"]
+    assert [node.kind for node in graph.nodes] == kinds
+    forward = "F0 F1 F2 F3 F4 F5 F6 D0 D1 D2 D3 D4 D5 F7 F0 F1 F2 F3 F5 F8 D0 D1 D2 D3 D5 F9"
+    schedule = Schedule.parse(f"{forward} B9 B8 B7 B6 B5 B4 B3 B2 B1 B0 D6 D7 D8 D9")
+    schedule = apply_liveness(graph, schedule)
+    plain = copy.deepcopy(module)
+    rewrite(module, schedule, x)
+    assert step_peak(module, x) == simulate(graph, schedule).peak_bytes  # in the forward, before the loss
+    assert_equal_traces(traces(plain, [x]), traces(module, [x]))

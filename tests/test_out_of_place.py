@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from training_steps import assert_equal_traces, step_peak, traces
+from training_steps import LOSS_BYTES, assert_equal_traces, step_peak, traces
 
 from lightning_remat import (
     PLANNERS,
@@ -29,7 +29,6 @@ from lightning_remat.lowering import lower_kept
 from lightning_remat.tracer import trace_out_of_place
 
 QUICK = partial(PLANNERS["auto"], effort=0.02)
-LOSS_BYTES = 8  # the loss of `step_peak` and its gradient, which are no part of the module's step
 
 
 def keep_nothing(graph: Graph, _budget_bytes: int) -> Schedule:

@@ -10,7 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import Tensor, nn
-from training_steps import step_peak
+from training_steps import LOSS_BYTES, step_peak
 
 from lightning_remat import (
     PLANNERS,
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.slow
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "unet": (lambda: UNet(1, 2, width=8), lambda: torch.randn(2, 1, 220, 220)),
 }
-LOSS_BYTES = 8  # the loss of `step_peak` and its gradient, which are no part of the module's step
 CHOSEN: dict[str, Callable[..., Schedule]] = {
     **PLANNERS,
     "auto": partial(PLANNERS["auto"], effort=0.1),

@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_remat import measure_peak
 
+LOSS_BYTES = 8
+"""The loss of `step_peak` and its gradient, which are no part of the module's step."""
+
 
 class TakesGradients(torch.autograd.Function):
     """The loss of a memory test: holds the outputs until their backward, then makes a gradient for each."""
