@@ -56,7 +56,8 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     total_bytes = trial.least(device_memory(trial.device).total_bytes)
     search = CandidateSearch(trial.batch_size, settings, sizes, model, _free_bytes(trial), total_bytes)
     search.model = _refined(trial, search)
-    search.recount(_free_bytes(trial))
+    if settings.memory_budget is None and trial.device.type == "cpu":
+        _rehearse(trial, search)
     if lowest:
         trial.share(search.settle_for_lowest)
     good: Result | None = None
@@ -90,19 +91,19 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
             # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
             search.correct(measured - max(step.timeline.memory_bytes), size)
-        search.recount(_free_bytes(trial))
-        budget = min(choice.budget_bytes, search.budget(size))
-        if measured <= budget or lowest:
+        if measured <= choice.budget_bytes or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             plain = search.plain_peak(size)
-            result = Result(size, max(measured, budget), step, measured, plain, trials, num_steps, choice.reason)
+            budget = max(measured, choice.budget_bytes)
+            result = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason)
             could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
             if lowest or good is not None or not could_improve:
                 return result, modules
             good = result
         uninstall(modules)
+        search.recount(_free_bytes(trial))
         if good is None and num_steps + 2 * STEPS_PER_TRIAL > MOST_STEPS:
-            search.leave_room(budget / measured)  # the last try may be wrong by as much as this one was
+            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
         return good, install(trial, good.batch_size, good.step)
     found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
@@ -145,6 +146,14 @@ def _warm_up(model: StepModel, settings: Settings) -> None:
     for graph in model.graphs_at(model.line.large if model.line is not None else 1).values():
         with suppress(InfeasibleBudgetError):
             plan(graph, 0, settings.planner)
+
+
+def _rehearse(trial: Trial, search: CandidateSearch) -> None:
+    """Plans and rewrites once, for what that keeps of the machine's memory, and counts again what is free."""
+    with suppress(InfeasibleBudgetError):
+        choice = trial.share(search.choose)
+        uninstall(install(trial, choice.batch_size, choice.step))
+    search.recount(_free_bytes(trial))
 
 
 def _model(trial: Trial, sizes: Sequence[int], settings: Settings) -> StepModel:

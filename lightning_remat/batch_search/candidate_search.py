@@ -15,7 +15,9 @@ from .schedule_pool import SchedulePool, make_pool
 from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12
-_TIGHTER = 0.7
+_TIGHTER, _MUCH_TIGHTER = 0.85, 0.7
+"""Parts of the budget to plan for after a step that ran out of memory, and after another one."""
+
 _ABOVE_LOWEST = 1.02
 """Of the lowest peak; a planner that has a little room is far faster than one at its floor."""
 
@@ -153,7 +155,7 @@ class CandidateSearch:
 
     def tighten(self) -> None:
         """A step ran out of memory; by how much is not known."""
-        self.leave_room(_TIGHTER)
+        self.leave_room(_TIGHTER if self.tight == 1.0 else _MUCH_TIGHTER)
 
     def leave_room(self, part: float) -> None:
         """From here on only that part of the budget is planned for."""
