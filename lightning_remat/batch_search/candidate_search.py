@@ -15,7 +15,7 @@ from .schedule_pool import SchedulePool, make_pool
 from .trial import StepModel
 
 _NUM_THROUGHPUT_SIZES = 12
-_TIGHTER, _MUCH_TIGHTER = 0.85, 0.7
+_TIGHTER, _MUCH_TIGHTER = 0.85, 0.5
 """Parts of the budget to plan for after a step that ran out of memory, and after another one."""
 
 _ABOVE_LOWEST = 1.02
