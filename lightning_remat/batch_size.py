@@ -51,12 +51,13 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     """
     sizes = sizes_to_consider(trial, settings)
     model = _model(trial, sizes, settings)
-    if settings.memory_budget is None and trial.device.type == "cpu":
+    takes_from_budget = settings.memory_budget is None and trial.device.type == "cpu"  # the search itself
+    if takes_from_budget:
         _warm_up(model, settings)
     total_bytes = trial.least(device_memory(trial.device).total_bytes)
     search = CandidateSearch(trial.batch_size, settings, sizes, model, _free_bytes(trial), total_bytes)
     search.model = _refined(trial, search)
-    if settings.memory_budget is None and trial.device.type == "cpu":
+    if takes_from_budget:
         _rehearse(trial, search)
     if lowest:
         trial.share(search.settle_for_lowest)

@@ -21,7 +21,7 @@ from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
 from .meter import Peak, measure_growth, tensor_storage
-from .nested import flatten
+from .nested import tensors_in
 from .plain_tensors import tensor_attributes
 from .python_state import PythonState
 from .random_state import RandomState
@@ -52,7 +52,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
     Raises:
         ValueError: The inputs do not have the structure that was traced.
     """
-    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tensors = tensors_in((args, kwargs))
     placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
     if len(tensors) != len(placeholders):
         raise ValueError(f"profile got {len(tensors)} input tensors, the module was traced with {len(placeholders)}")

@@ -17,7 +17,7 @@ from .errors import TraceError
 from .fingerprint import Fingerprint
 from .fusion import group
 from .meter import tensor_storage
-from .nested import Structure, flatten
+from .nested import Structure, flatten, tensors_in
 from .out_of_place import put_out_of_place
 from .recording import Record, record
 
@@ -106,8 +106,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         TraceError: The module cannot be captured; names the line and the remedy.
     """
     captured = capture(module, args, kwargs)
-    leaves, _ = flatten((args, kwargs))
-    records = record(module, captured.graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    records = record(module, captured.graph, tensors_in((args, kwargs)))
     return _traced(module, captured, records, args, kwargs)
 
 
@@ -119,8 +118,7 @@ def trace_out_of_place(module: nn.Module, *args: Any, **kwargs: Any) -> TracedMo
     lowest peak may be lower, as that input need not stay while the gradient passes the activation.
     """
     captured = capture(module, args, kwargs)
-    leaves, _ = flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = tensors_in((args, kwargs))
     if not put_out_of_place(module, captured.graph, record(module, captured.graph, tensors)):
         return None
     return _traced(module, captured, record(module, captured.graph, tensors), args, kwargs)

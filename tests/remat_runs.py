@@ -67,6 +67,13 @@ class Classifier(LightningModule):
         return DataLoader(Images(), batch_size=self.batch_size, shuffle=True)
 
 
+class Unlimited(Classifier):
+    """Enough data that memory is the limit."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Images(2000), batch_size=self.batch_size, shuffle=True)
+
+
 def run(
     root: Path, module: LightningModule, *callbacks: Callback, fit: dict[str, Any] | None = None, **options: Any
 ) -> Trainer:

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
-from remat_runs import Classifier, Images, network, run, seeded
+from remat_runs import Classifier, Images, Unlimited, network, run, seeded
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -26,13 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
 ]
-
-
-class Unlimited(Classifier):
-    """Enough data that memory is the limit."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Images(2000), batch_size=self.batch_size, shuffle=True)
 
 
 def search(root: Path, module: Any = None, fit: Any = None, **options: Any) -> tuple[Result, Any, Any]:

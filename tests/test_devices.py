@@ -11,13 +11,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from remat_runs import Classifier, Images, network, run, seeded
+from remat_runs import Unlimited, network, run, seeded
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from training_steps import assert_equal_traces, loss_of, step_peak, traces
 
 from lightning_remat import Rematerialization, find_batch_size, measure_peak, rematerialize, restore
@@ -111,13 +109,6 @@ def test_measured_peaks_are_the_predicted_ones(device: torch.device, name: str) 
         assert measured == pytest.approx(made.peak_bytes, rel=0.02, abs=tolerance_bytes)
         assert measured <= 1.0001 * made.budget_bytes + tolerance_bytes
         restore(module)
-
-
-class Unlimited(Classifier):
-    """Enough data that memory is the limit."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Images(2000), batch_size=self.batch_size, shuffle=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ what is held; a recomputed value is held on unless a window forbids it. So no wi
 over the turning point is a recomputation, a longer one a repeated recomputation, one within the forward a dropped
 long skip. Every memory-persistent schedule and many others are a choice of windows.
 
-`simulate` stays the judge: `tests/test_auto_simulator.py` holds the two equal to the byte.
+`simulate` stays the judge: `tests/test_fast_simulator.py` holds the two equal to the byte.
 """
 
 from __future__ import annotations
