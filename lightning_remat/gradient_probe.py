@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from .meter import tensor_storage
 from .saved_tensors import Geometry, geometry_of, tensor_in
@@ -61,6 +62,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = torch.ones_like(ctx.like)
+        ctx.like = None  # the output may end here, where the operation's backward reads it last
         storage = tensor_storage(gradient)
         if storage is not None:
             ctx.made.append(weakref.ref(storage))
@@ -86,8 +88,9 @@ class GradientProbe:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._targets = targets
         self._held: list[Tensor] | None = [] if holds else None
-        self._roots = [_Source.apply(t, self._made, self._held) for t in outputs if t.requires_grad]
-        self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in self._roots]
+        sources: list[Tensor] = [_Source.apply(t, self._made, self._held) for t in outputs if t.requires_grad]
+        self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in sources]
+        self._roots = [get_gradient_edge(t) for t in sources]  # unlike the tensors they hold no memory
         self.gradients: list[Tensor | None] = []
 
     def run(self) -> None:

@@ -39,6 +39,8 @@ class Node:
             discarded right after it: several operations run as one let go of them on the way.
         backward_shared_bytes: By how much it is higher where something else holds the gradient of its output, which
             several operations run as one otherwise let go of on the way.
+        backward_shared_release_bytes: What `backward_release_bytes` is where something else holds that gradient: the
+            peak may be at another moment then.
     """
 
     name: str
@@ -61,11 +63,23 @@ class Node:
     input_gradient_bytes: int = 0
     backward_release_bytes: int = 0
     backward_shared_bytes: int = 0
+    backward_shared_release_bytes: int = 0
 
     @property
     def is_view(self) -> bool:
         """Whether the output lives in another node's storage."""
         return self.storage_of is not None
+
+    def backward_excess_bytes(self, *, is_released: bool, is_shared: bool) -> int:
+        """By how much the peak of its backward differs from that of one with all to itself that holds all it reads.
+
+        Args:
+            is_released: Whether its own output and tape are discarded right after it.
+            is_shared: Whether something else holds the gradient of its output.
+        """
+        if is_shared:
+            return self.backward_shared_bytes - (self.backward_shared_release_bytes if is_released else 0)
+        return -self.backward_release_bytes if is_released else 0
 
 
 _COUNTS = (
@@ -79,6 +93,7 @@ _COUNTS = (
     "input_gradient_bytes",
     "backward_release_bytes",
     "backward_shared_bytes",
+    "backward_shared_release_bytes",
 )
 _TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
 

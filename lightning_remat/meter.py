@@ -70,8 +70,7 @@ def measure_peak(
             measured.peak_bytes = most(device)
         return
     meter = StorageMeter()
-    for tensor in _tensors(include):
-        meter.add(tensor)
+    meter.add_all(_tensors(include))
     measured.start_bytes = meter.alive_bytes
     resident = ResidentGrowth() if with_scratch else None
     try:
@@ -146,6 +145,11 @@ class StorageMeter(TorchDispatchMode):
         else:
             self.alive_bytes += storage.nbytes()
         self._alive[key] = (weakref.ref(storage, self._on_death(key)), storage.nbytes())
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of the tensors, and holds none of them."""
+        for tensor in tensors:
+            self.add(tensor)
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
         known = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]

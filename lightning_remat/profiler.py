@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,20 +230,20 @@ class _Profiler:
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
         workspace = max(0, growth.peak_bytes - accounted)
         del probe, gradients, here
-        most, release, shared = accounted + workspace, 0, 0
-        if node.tape_bytes or n in node.saved:
-            release = max(0, most - self._growth_again(n, inputs, targets, releases=True))
-        if has_several:
-            shared = max(0, self._growth_again(n, inputs, targets, holds=True) - most)
-            released_most = self._growth_again(n, inputs, targets, releases=True, holds=True) if release else 0
-            shared = max(shared, released_most - (most - release))
+        again = partial(self._growth_again, n, inputs, targets)
+        reads_own = bool(node.tape_bytes) or n in node.saved
+        alone = accounted + workspace
+        shared = max(alone, again(holds=True)) if has_several else alone
+        release = max(0, alone - again(releases=True)) if reads_own else 0
+        shared_release = max(0, shared - again(releases=True, holds=True)) if has_several and reads_own else release
         node = replace(
             node,
             parameter_bytes=parameter_bytes,
             input_gradient_bytes=input_bytes,
             backward_workspace_bytes=workspace,
             backward_release_bytes=release,
-            backward_shared_bytes=shared,
+            backward_shared_bytes=shared - alone,
+            backward_shared_release_bytes=shared_release,
             shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
         )
         return node, counter.seconds
@@ -291,7 +292,7 @@ class _Profiler:
                 probe.run()
             return growth.peak_bytes
         read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
-        going = [t for t in (*store.tensors, *tensors_of(values)) if storage_key(t) not in read]
+        going = [t for t in store.tensors if storage_key(t) not in read]
         del values
         with self._growth(going) as growth:
             going.clear()

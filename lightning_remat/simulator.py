@@ -205,7 +205,7 @@ class _Replay:
             raise self.error(position, "its backward reads its tape, which is not resident")
         if not self.is_backward:
             self._begin_backward()
-        most = self._propagate(n, self._released_on_the_way(position, n)) if self.gradient[n] else self.alive
+        most = self._propagate(n, is_released=self._is_released(position, n)) if self.gradient[n] else self.alive
         self.is_done[n] = True
         for i in set(node.inputs):
             self.pending_users[i] -= 1
@@ -222,11 +222,11 @@ class _Replay:
             if self.graph.nodes[n].gradient_bytes != 0:
                 self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
 
-    def _released_on_the_way(self, position: int, n: int) -> int:
-        """What a backward of several operations lets go of before its peak, if nothing is to stay."""
+    def _is_released(self, position: int, n: int) -> bool:
+        """Whether a backward of several operations lets go of its own output and tape on the way: none is to stay."""
         node = self.graph.nodes[n]
-        if not node.backward_release_bytes or n in self.held_output:
-            return 0
+        if n in self.held_output:
+            return False
         staying = {("D", n)} if n in node.saved else set[tuple[str, int]]()
         if node.tape_bytes:
             staying.add(("T", n))
@@ -234,13 +234,14 @@ class _Replay:
             if action.kind in "FB":
                 break
             staying.discard(action)
-        return 0 if staying else node.backward_release_bytes
+        return not staying
 
-    def _propagate(self, n: int, released_bytes: int) -> int:
+    def _propagate(self, n: int, *, is_released: bool) -> int:
         """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
         graph, node = self.graph, self.graph.nodes[n]
         shared = graph.shares_gradient(n)
-        held = node.backward_shared_bytes if any(self.holders[s] > 1 for s in self.gradient[n]) else 0
+        is_shared = any(self.holders[s] > 1 for s in self.gradient[n])
+        excess = node.backward_excess_bytes(is_released=is_released, is_shared=is_shared)
         contributions: list[tuple[int, int]] = []
         for i in dict.fromkeys(node.inputs):
             if graph.nodes[i].gradient_bytes == 0:
@@ -252,7 +253,7 @@ class _Replay:
                 storage = self._allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes
-        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes - released_bytes + held
+        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes + excess
         if self.fresh:
             self.alive += node.parameter_bytes
         for storage in self.gradient[n]:

@@ -27,6 +27,7 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
             input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
             backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
             backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            backward_shared_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
         )
         for node in graph.nodes
     ]

@@ -37,6 +37,14 @@ def test_what_is_not_included_is_not_counted(mode: object) -> None:
     assert measured.peak_bytes == 0
 
 
+def test_what_is_included_may_die(mode: object) -> None:
+    tensors = [torch.zeros(256), torch.zeros(256)]
+    with measure_peak(include=tensors) as measured:
+        tensors.clear()
+        _ = torch.zeros(600)
+    assert measured.peak_bytes == 600 * 4
+
+
 def test_modules_stand_for_their_tensors(mode: object) -> None:
     module = nn.BatchNorm1d(4)
     module.weight.grad = torch.zeros(4)

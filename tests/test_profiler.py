@@ -121,6 +121,18 @@ def test_a_gradient_that_others_hold_stays_in_a_backward_of_several_operations()
     assert twofold.backward_shared_bytes == 2 * 64 * 4
 
 
+def test_an_output_that_goes_on_the_way_makes_room_where_others_hold_its_gradient() -> None:
+    x = torch.randn(2, 4, 16, 16)
+    module = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Conv2d(2, 8, 1), nn.ReLU(inplace=True))
+    _, fused = profile(trace(module, x), x, repeats=1).nodes
+    assert fused.kind == "conv2d+relu"
+    # The output, its gradient and that of the convolution meet in the ReLU's backward; where the first goes, then the
+    # gradients of the convolution's input and weights take its place, although another branch holds the second.
+    small = 2 * 2 * 256 * 4 + 3 * 8 * 4
+    assert (fused.backward_release_bytes, fused.backward_shared_bytes) == (0, small)
+    assert fused.backward_shared_release_bytes == small
+
+
 class Clock:
     """Stands still but for the work of `Work`; a burst of other work makes what falls into it ten times as long."""
 

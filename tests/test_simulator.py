@@ -174,6 +174,22 @@ def test_a_fused_backward_holds_a_gradient_that_is_passed_on_elsewhere() -> None
     assert simulate(Graph((*nodes[:2], alone)), schedule).memory_bytes[6:] == (20, 30, 10)
 
 
+def test_what_a_fused_backward_releases_depends_on_whether_its_gradient_is_held() -> None:
+    own = {"backward_release_bytes": 1, "backward_shared_bytes": 10, "backward_shared_release_bytes": 7}
+    nodes = (
+        Node("a", output_bytes=10),
+        Node("b", inputs=(0,), saved=(1,), output_bytes=10, **own),
+        Node("c", inputs=(0, 1), output_bytes=10, shares_gradient=(0, 1)),
+    )
+    alone = (*nodes[:2], replace(nodes[2], shares_gradient=(1,)))
+    # Its output, the gradient of it and the one that it makes; where c makes one for a, that too.
+    goes, stays = Schedule.parse("F0 F1 F2 D0 D2 B2 B1 D1 B0"), Schedule.parse("F0 F1 F2 D0 D2 B2 B1 B0 D1")
+    assert simulate(Graph(nodes), goes).memory_bytes[6] == 30 + 10 - 7
+    assert simulate(Graph(nodes), stays).memory_bytes[6] == 30 + 10
+    assert simulate(Graph(alone), goes).memory_bytes[6] == 40 - 1
+    assert simulate(Graph(alone), stays).memory_bytes[6] == 40
+
+
 @given(st.data())
 def test_random_schedules_are_valid_and_consistent(data: st.DataObject) -> None:
     graph = data.draw(graphs())

@@ -31,7 +31,6 @@ NAMES = (
     "deeplabv3_resnet50",
 )
 QUICK = ("resnet18", "squeezenet1_1")
-OPEN = {"squeezenet1_1": "predicted 1.8 % too high: the gradient of a join dies within the last backward that views it"}
 
 
 def build(name: str) -> nn.Module:
@@ -42,12 +41,8 @@ def build(name: str) -> nn.Module:
     return torchvision.models.__dict__[name](weights=None, **options)
 
 
-def marked(names: tuple[str, ...], failing: dict[str, str] | None = None) -> list[object]:
-    """The names as parameters, `failing` with the reason why each is expected to fail."""
-    reasons = failing or {}
-    slow = {n: [] if n in QUICK else [pytest.mark.slow] for n in names}
-    open_ = {n: [pytest.mark.xfail(reason=reasons[n], strict=True)] if n in reasons else [] for n in names}
-    return [pytest.param(n, marks=[*slow[n], *open_[n]]) for n in names]
+def marked(names: tuple[str, ...]) -> list[object]:
+    return [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in names]
 
 
 def planned_at(graph: object, fraction: float, planner: str) -> Plan:
@@ -78,7 +73,7 @@ def test_three_training_steps_are_bitwise_equal(name: str) -> None:
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
-@pytest.mark.parametrize("name", marked(NAMES, OPEN))
+@pytest.mark.parametrize("name", marked(NAMES))
 def test_predicted_peaks_are_measured_at_paper_size(name: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):

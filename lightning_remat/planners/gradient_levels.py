@@ -50,7 +50,11 @@ class _Levels:
         if not self.gradients[n]:
             return self.alive
         passed_on = graph.shares_gradient(n)
-        held = node.backward_shared_bytes if any(self.storages[s][1] > 1 for s in self.gradients[n]) else 0
+        # Own output and tape end with their backward in every schedule after liveness, unless the caller holds them.
+        excess = node.backward_excess_bytes(
+            is_released=n not in graph.outputs,
+            is_shared=any(self.storages[s][1] > 1 for s in self.gradients[n]),
+        )
         contributions: list[tuple[int, int]] = []
         for i in dict.fromkeys(node.inputs):
             if graph.nodes[i].gradient_bytes == 0:
@@ -62,9 +66,7 @@ class _Levels:
                 storage = self._allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes + node.parameter_bytes
-        # Own output and tape end with their backward in every schedule after liveness, unless the caller holds them.
-        released = 0 if n in graph.outputs else node.backward_release_bytes
-        most = self.alive + node.backward_workspace_bytes - released + held
+        most = self.alive + node.backward_workspace_bytes + excess
         for storage in self.gradients[n]:
             self._release(storage)
         self.gradients[n] = []
