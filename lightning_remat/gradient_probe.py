@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,21 +55,28 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, made: list[weakref.ref[torch.UntypedStorage]], held: list[Tensor] | None
+        ctx: Any,
+        x: Tensor,
+        strides: tuple[int, ...] | None,
+        made: list[weakref.ref[torch.UntypedStorage]],
+        held: list[Tensor] | None,
     ) -> Tensor:
-        ctx.like, ctx.made, ctx.held = x.detach(), made, held
+        ctx.like, ctx.strides, ctx.made, ctx.held = x.detach(), strides, made, held
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradient = torch.ones_like(ctx.like)
+        if ctx.strides is None:
+            gradient = torch.ones_like(ctx.like)
+        else:
+            gradient = ctx.like.new_empty_strided(ctx.like.size(), ctx.strides).fill_(1)
         ctx.like = None  # the output may end here, where the operation's backward reads it last
         storage = tensor_storage(gradient)
         if storage is not None:
             ctx.made.append(weakref.ref(storage))
         if ctx.held is not None:
             ctx.held.append(gradient)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class GradientProbe:
@@ -78,17 +86,27 @@ class GradientProbe:
         outputs: Those without gradients are left out.
         targets: What to differentiate by.
         holds: Whether the outputs' gradients stay until the probe dies, as those do that others hold too.
+        strides: Those of the outputs' gradients that do not lie in memory as the outputs do, by the number of the
+            output among those with gradients.
 
     Attributes:
         gradients: For each target, its gradient or None, once run.
         passed_on: For each target, whether its gradient lives in the memory of the outputs' gradient.
     """
 
-    def __init__(self, outputs: list[Tensor], targets: list[Tensor], *, holds: bool = False) -> None:
+    def __init__(
+        self,
+        outputs: list[Tensor],
+        targets: list[Tensor],
+        *,
+        holds: bool = False,
+        strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._targets = targets
         self._held: list[Tensor] | None = [] if holds else None
-        sources: list[Tensor] = [_Source.apply(t, self._made, self._held) for t in outputs if t.requires_grad]
+        with_gradients = enumerate(t for t in outputs if t.requires_grad)
+        sources: list[Tensor] = [_Source.apply(t, strides.get(k), self._made, self._held) for k, t in with_gradients]
         self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in sources]
         self._roots = [get_gradient_edge(t) for t in sources]  # unlike the tensors they hold no memory
         self.gradients: list[Tensor | None] = []

@@ -18,10 +18,11 @@ from .ambient import casts_apart
 from .cost_model import CostCounter
 from .decisions import call_key, decides_alike
 from .evaluation import attribute, call, detached, evaluate
+from .gradient_layouts import Layouts, gradient_layouts
 from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
-from .meter import Peak, measure_growth, tensor_storage
+from .meter import Peak, measure_growth
 from .nested import tensors_in
 from .plain_tensors import tensor_attributes
 from .python_state import PythonState
@@ -29,6 +30,7 @@ from .random_state import RandomState
 from .recording import buffers_apart
 from .saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from .stopwatch import Stopwatch
+from .tensor_bytes import logical_bytes, storage_bytes
 from .tracer import TracedModule
 
 
@@ -74,7 +76,8 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
         stack.enter_context(silenced_tensor_hooks(traced.module))
         stack.enter_context(torch.enable_grad())
         values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
-        profiler = _Profiler(traced, values, is_fake=fake is not None, with_scratch=with_scratch)
+        layouts = gradient_layouts(traced, tensors)
+        profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
         if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
             for n in range(len(traced.operations)):
                 profiler.measure(n)
@@ -84,41 +87,25 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
             nodes = profiler.timed(nodes, repeats)
     return Graph(
         nodes,
-        input_bytes=_storage_bytes(tensors),
-        static_bytes=_storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
+        input_bytes=storage_bytes(tensors),
+        static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
         outputs=traced.outputs,
     )
-
-
-def _storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int | None] = ()) -> int:
-    """Bytes of the distinct storages of the tensors, some storages left out."""
-    seen = set(apart_from)
-    total = 0
-    for t in tensors:
-        storage, key = tensor_storage(t), storage_key(t)
-        if storage is None:
-            total += t.numel() * t.element_size() if t.layout is torch.strided else _sparse_bytes(t)
-        elif key not in seen:
-            seen.add(key)
-            total += storage.nbytes()
-    return total
-
-
-def _sparse_bytes(t: Tensor) -> int:
-    if t.layout is torch.sparse_coo:
-        return _storage_bytes([t._indices(), t._values()])
-    return t.numel() * t.element_size()
-
-
-def _logical_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class _Profiler:
     """Goes through the operations in order; holds the values that later ones still read."""
 
-    def __init__(self, traced: TracedModule, values: dict[fx.Node, Any], *, is_fake: bool, with_scratch: bool) -> None:
-        self.traced, self.given = traced, values
+    def __init__(
+        self,
+        traced: TracedModule,
+        values: dict[fx.Node, Any],
+        layouts: Layouts,
+        *,
+        is_fake: bool,
+        with_scratch: bool,
+    ) -> None:
+        self.traced, self.given, self.layouts = traced, values, layouts
         # id of a parameter or input -> the last operation so far whose backward gives it a gradient
         self.gradient_owner: dict[int, int] = {}
         self.made_later: list[tuple[int, bool, int]] = []  # operation, whether of a parameter, bytes: see `owned`
@@ -169,8 +156,8 @@ class _Profiler:
         sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
         read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
         tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
-        output_bytes = _storage_bytes(leaves, read)
-        tape_bytes = _storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
+        output_bytes = storage_bytes(leaves, read)
+        tape_bytes = storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
         node = Node(
             name=operation.name,
             kind=operation.kind,
@@ -182,7 +169,7 @@ class _Profiler:
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
             mutates=operation.mutates,
-            gradient_bytes=_logical_bytes(t for t in leaves if t.requires_grad),
+            gradient_bytes=logical_bytes(t for t in leaves if t.requires_grad),
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
         )
@@ -198,7 +185,7 @@ class _Profiler:
 
     def _scratch_bytes(self, n: int) -> int:
         """A recomputation writes into copies of the buffers that the first run wrote."""
-        return _storage_bytes(attribute(self.module, name) for name in self.operations[n].mutates)
+        return storage_bytes(attribute(self.module, name) for name in self.operations[n].mutates)
 
     def _measure_backward(
         self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
@@ -208,7 +195,7 @@ class _Profiler:
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
         has_several = has_several_backwards(tensors_of(values))
-        probe = GradientProbe(tensors_of(values), targets)
+        probe = self._probe(n, values, targets)
         with self._growth() as growth, CostCounter(self.device) as counter:
             probe.run()
         gradients = probe.gradients
@@ -217,16 +204,16 @@ class _Profiler:
             for p, gradient, passed in zip(producers, gradients, probe.passed_on, strict=False)
             if gradient is not None and not passed
         }
-        contributions = _logical_bytes(
+        contributions = logical_bytes(
             g for g, p in zip(gradients, producers, strict=False) if g is not None and p in fresh
         )
         here = [(t, g) for t, g in zip(own, gradients[len(inner) :], strict=True) if g is not None]
         for t, g in here:
             if (earlier := self.gradient_owner.get(id(t))) is not None:
-                self.made_later.append((earlier, isinstance(t, nn.Parameter), _logical_bytes([g])))
+                self.made_later.append((earlier, isinstance(t, nn.Parameter), logical_bytes([g])))
             self.gradient_owner[id(t)] = n
-        parameter_bytes = _storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
-        input_bytes = _storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
+        parameter_bytes = storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
+        input_bytes = storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
         workspace = max(0, growth.peak_bytes - accounted)
         del probe, gradients, here
@@ -286,7 +273,7 @@ class _Profiler:
             holds: Whether the gradient of the output does not.
         """
         values, store = self._run(n, inputs)
-        probe = GradientProbe(tensors_of(values), targets, holds=holds)
+        probe = self._probe(n, values, targets, holds=holds)
         if not releases:
             with self._growth() as growth:
                 probe.run()
@@ -299,6 +286,9 @@ class _Profiler:
             store.hand_over()
             probe.run()
         return growth.peak_bytes
+
+    def _probe(self, n: int, values: list[Any], targets: list[Tensor], *, holds: bool = False) -> GradientProbe:
+        return GradientProbe(tensors_of(values), targets, holds=holds, strides=self.layouts.get(n, {}))
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
         return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
@@ -363,10 +353,9 @@ class _Profiler:
         with watch:
             values, store = self._run(n, inputs)
         forward_seconds, backward_seconds = watch.seconds, 0.0
-        outputs = [t for t in tensors_of(values) if t.requires_grad]
-        if outputs:
+        if any(t.requires_grad for t in tensors_of(values)):
             inner, own = self._targets(n, inputs)
-            probe = GradientProbe(outputs, [t for t, _ in inner] + own)
+            probe = self._probe(n, values, [t for t, _ in inner] + own)
             store.hand_over()
             with watch:
                 probe.run()

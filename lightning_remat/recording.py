@@ -6,6 +6,7 @@ import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Record:
         writes: The fx nodes that own the storages that it wrote in place.
         buffers: Names of the buffers that it wrote.
         is_random: Whether it drew random numbers.
+        is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
     """
 
     has_tensors: bool = False
@@ -46,6 +48,7 @@ class Record:
     writes: set[fx.Node] = field(default_factory=set[fx.Node])
     buffers: tuple[str, ...] = ()
     is_random: bool = False
+    is_permuted: bool = False
 
 
 def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx.Node, Record]:
@@ -78,11 +81,8 @@ def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[f
         with mode, buffers_apart(module):
             return _Recorder(module, graph).record(tensors)
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tied = {id(t): mode.from_tensor(t) for _, t in _named_tensors(module)}
-        fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
-        with mode, _reparametrize_module(module, fakes), plain_tensors_apart(module, mode.from_tensor):
-            return _Recorder(module, graph).record([mode.from_tensor(t) for t in tensors])
+        with fake_copies(module, tensors) as fakes:
+            return _Recorder(module, graph).record(fakes)
     except TraceError:
         raise
     except Exception as error:  # code that needs values: numpy, .item(), a custom kernel without a fake version
@@ -98,6 +98,16 @@ def _record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[f
                     f"{type(module).__name__} runs as a whole, but not operation by operation: {error}. Remedy: leave "
                     "out the submodule that differentiates through others or depends on them otherwise (modules=...)"
                 ) from error
+
+
+@contextmanager
+def fake_copies(module: nn.Module, tensors: list[Tensor]) -> Generator[list[Tensor], None, None]:
+    """Fake tensors like `tensors`, the module with fake ones in place of its own meanwhile."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tied = {id(t): mode.from_tensor(t) for _, t in _named_tensors(module)}
+    fakes: dict[str, Tensor] = {name: tied[id(t)] for name, t in _named_tensors(module)}
+    with mode, _reparametrize_module(module, fakes), plain_tensors_apart(module, mode.from_tensor):
+        yield [mode.from_tensor(t) for t in tensors]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -214,6 +224,7 @@ class _Recorder(fx.Interpreter):
         if n.op != "output":
             tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
             entry.has_tensors = bool(tensors)
+            entry.is_permuted = any(map(_is_permuted, tensors))
             for t in tensors:
                 owners = self._owner(t)
                 entry.views |= set(owners) - {n}
@@ -235,6 +246,13 @@ class _Recorder(fx.Interpreter):
         storage = tensor_storage(t)
         known = None if storage is None else self.owners.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
         return [] if known is None else [known[1]]
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.size(), strict=True) if size > 1]
+    return any(outer < inner for outer, inner in pairwise(strides))
 
 
 def _values(buffer: Tensor) -> Tensor | None:

@@ -35,6 +35,7 @@ class Operation:
         view_of: Index of the operation whose storage its output lives in, or None.
         mutates: Names of the buffers that it writes.
         is_random: Whether it draws random numbers.
+        is_permuted: Whether a tensor that it makes has its dimensions in another order in memory.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Operation:
     view_of: int | None
     mutates: tuple[str, ...]
     is_random: bool
+    is_permuted: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +238,7 @@ def _operation(
         view_of=base if is_view else None,
         mutates=tuple(dict.fromkeys(name for n in parts for name in records[n].buffers)),
         is_random=any(records[n].is_random for n in parts),
+        is_permuted=any(records[n].is_permuted for n in parts),
     )
 
 

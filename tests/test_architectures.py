@@ -10,13 +10,8 @@ from networks.zoo import ARCHITECTURES, Architecture
 QUICK = ("mobilenet_v3_small", "PSPNet", "nn.LSTM")
 
 
-OPEN = {"mixer_s32_224": "bitwise equal, but 0.5 % over its lowest budget"}
-
-
 def marked() -> list[object]:
-    slow = {a.name: [] if a.name in QUICK else [pytest.mark.slow] for a in ARCHITECTURES}
-    failing = {name: [pytest.mark.xfail(reason=reason, strict=True)] for name, reason in OPEN.items()}
-    return [pytest.param(a, id=a.name, marks=[*slow[a.name], *failing.get(a.name, [])]) for a in ARCHITECTURES]
+    return [pytest.param(a, id=a.name, marks=[] if a.name in QUICK else [pytest.mark.slow]) for a in ARCHITECTURES]
 
 
 @pytest.mark.parametrize("architecture", marked())
