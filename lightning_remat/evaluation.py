@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .contexts import CustomFunction, entered, has_contexts
 from .hooks import has_hooks, noted_hooks, silenced_hooks, with_submodules
@@ -32,7 +32,15 @@ def evaluate(module: nn.Module, operation: Operation, fetch: Fetch, *, is_first:
 
     for part in operation.parts:
         values[part] = call(module, part, resolve, is_first=is_first)
+        if part in operation.leaves_out:
+            values[part] = _without(values[part], [resolve(i) for i in part.all_input_nodes if i.op != "get_attr"])
     return [values[n] for n in operation.outputs]
+
+
+def _without(value: Any, inputs: list[Any]) -> Any:
+    """The value with None in place of the inputs that it holds."""
+    given = {id(leaf) for leaf in tree_leaves(inputs)}
+    return tree_map_only(Tensor, lambda t: None if id(t) in given else t, value)
 
 
 def call(module: nn.Module, n: fx.Node, fetch: Fetch, *, is_first: bool) -> Any:

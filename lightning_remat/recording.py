@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +41,9 @@ class Record:
         buffers: Names of the buffers that it wrote.
         is_random: Whether it drew random numbers.
         is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
+        returned: For a module's value that holds several, or an item of it: the inputs of the module that it holds
+            themselves, by the `id` of the tensor while it lives.
+        is_returned: The input that its value, an item of such a value, is itself.
     """
 
     has_tensors: bool = False
@@ -49,6 +53,8 @@ class Record:
     buffers: tuple[str, ...] = ()
     is_random: bool = False
     is_permuted: bool = False
+    returned: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    is_returned: fx.Node | None = None
 
 
 def record(module: nn.Module, graph: fx.Graph, tensors: list[Tensor]) -> dict[fx.Node, Record]:
@@ -181,7 +187,9 @@ class _Recorder(fx.Interpreter):
         before, structure = flatten((args, kwargs))  # fx itself forbids to change lists and dicts, but not dataclasses
         # With gradients, as in a step: users' code may ask for them, or differentiate within its forward.
         with silenced_hooks(submodule), torch.enable_grad():
-            value = tree_map_only(Tensor, Tensor.detach, super().call_module(target, args, kwargs))
+            given = {id(leaf) for leaf in before}
+            value = super().call_module(target, args, kwargs)
+            value = tree_map_only(Tensor, lambda t: t if id(t) in given else t.detach(), value)
         for name, tensor, version in contained:
             if tensor._version != version:
                 raise TraceError(
@@ -233,7 +241,19 @@ class _Recorder(fx.Interpreter):
                     storage = tensor_storage(t)
                     if storage is not None:
                         self.owners[storage._cdata] = (storage, n)  # pyright: ignore[reportPrivateUsage]
+            self._note_returned(n, value)
         return value
+
+    def _note_returned(self, n: fx.Node, value: Any) -> None:
+        entry, source = self.records[n], n.args[0] if n.target is operator.getitem else None
+        if n.op == "call_module" and not entry.writes and not isinstance(value, Tensor):
+            held = {id(t) for t in tree_leaves(value)}
+            passed = ((id(self.env[i]), i) for i in n.all_input_nodes if isinstance(self.env[i], Tensor))
+            entry.returned = {key: i for key, i in passed if key in held and i.op != "get_attr"}
+        elif isinstance(source, fx.Node) and isinstance(value, Tensor):
+            entry.is_returned = self.records[source].returned.get(id(value))
+        elif isinstance(source, fx.Node):
+            entry.returned = self.records[source].returned
 
     def _buffers_of(self, n: fx.Node, inputs: dict[fx.Node, list[Tensor]]) -> list[tuple[str, Tensor]]:
         if n.op == "call_module":

@@ -20,6 +20,7 @@ from .meter import tensor_storage
 from .nested import Structure, flatten, tensors_in
 from .out_of_place import put_out_of_place
 from .recording import Record, record
+from .returned_inputs import read_where_made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,7 @@ class Operation:
         mutates: Names of the buffers that it writes.
         is_random: Whether it draws random numbers.
         is_permuted: Whether a tensor that it makes has its dimensions in another order in memory.
+        leaves_out: The parts whose value is taken without the inputs that it holds, which are read where they are made.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Operation:
     mutates: tuple[str, ...]
     is_random: bool
     is_permuted: bool
+    leaves_out: frozenset[fx.Node]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,10 +140,11 @@ def _traced(
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _refuse_foreign_writes(module, graph, records)
+    unread = read_where_made(module, graph, records, captured.decisions)
     groups = group(graph, records)
     producer = {n: i for i, g in enumerate(groups) for n in g}
     names: set[str] = set()
-    operations = tuple(_operation(module, g, k, producer, records, names) for k, g in enumerate(groups))
+    operations = tuple(_operation(module, g, k, producer, records, names, unread) for k, g in enumerate(groups))
     constants = _constants(graph, producer, captured.decisions)
     returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
     return TracedModule(
@@ -216,6 +220,7 @@ def _operation(
     producer: dict[fx.Node, int],
     records: dict[fx.Node, Record],
     names: set[str],
+    unread: set[fx.Node],
 ) -> Operation:
     members = set(parts)
     outputs = tuple(n for n in parts if records[n].has_tensors and any(u not in members for u in n.users))
@@ -239,6 +244,7 @@ def _operation(
         mutates=tuple(dict.fromkeys(name for n in parts for name in records[n].buffers)),
         is_random=any(records[n].is_random for n in parts),
         is_permuted=any(records[n].is_permuted for n in parts),
+        leaves_out=frozenset(unread.intersection(parts)),
     )
 
 

@@ -19,7 +19,7 @@ TORCH_HALF = {
     "gradient_layouts", "gradient_probe", "hooks", "meter", "nested", "out_of_memory", "out_of_place",
     "plain_tensors", "preserve", "profiler", "program", "proxies", "python_state", "random_state", "recording",
     "refusals", "region_rewriter", "region_search", "regions", "rematerializer", "resident_memory", "rewriter",
-    "saved_tensors", "self_check", "step_run", "stopwatch", "tensor_bytes", "tracer", "watch",
+    "returned_inputs", "saved_tensors", "self_check", "step_run", "stopwatch", "tensor_bytes", "tracer", "watch",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

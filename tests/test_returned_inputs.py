@@ -1,0 +1,94 @@
+"""An opaque module that returns its own input: predicted, recomputed, and the same in every bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from rewriting import assert_equal_steps, rewrite
+from torch import Tensor, nn
+from training_steps import LOSS_BYTES, step_peak
+
+from lightning_remat import profile, simulate, trace
+from lightning_remat.lowering import lower_kept
+
+
+class ReturnsItsInput(nn.Module):
+    """Runs as one operation, and returns what it got beside what it made, nested as told."""
+
+    def __init__(self, nested: str = "pair") -> None:
+        super().__init__()
+        self.layer, self.nested = nn.Linear(64, 64), nested
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x).sigmoid() if x.sum() > -1e30 else x * 2
+        if self.nested == "pair":
+            return y, x
+        return {"made": y, "given": [x, (x if self.nested == "dict" else x.view_as(x),)]}
+
+
+class ReadsBoth(nn.Module):
+    def __init__(self, nested: str = "pair", *, returns: bool = False) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(64, 64), ReturnsItsInput(nested)
+        self.left, self.right, self.returns = nn.Linear(64, 64), nn.Linear(64, 64), returns
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.part(self.first(x).sigmoid())
+        y, z = found if self.part.nested == "pair" else (found["made"], found["given"][1][0])
+        result = self.left(y.sigmoid()).sigmoid() + self.right(z * 2).sigmoid()
+        return (result, z) if self.returns else result
+
+
+class ReadsWhole(ReadsBoth):
+    """Hands on what it got as a whole, to code that is not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SumsUp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.part(self.first(x).sigmoid())
+        return self.left(self.sum(found)) + self.right(found[1])
+
+
+class SumsUp(nn.Module):
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        return sum(values) if values[0].sum() > -1e30 else values[0]
+
+
+OPEN = pytest.mark.xfail(reason="open: a view of an input keeps it alive, uncounted, with what is kept", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("nested", "kept"),
+    [(nested, kept) for nested in ("pair", "dict") for kept in ((), (0, 1), (2,), (1, 2))]
+    + [("view", ()), pytest.param("view", (2,), marks=OPEN)],
+)
+def test_peaks_are_predicted(nested: str, kept: tuple[int, ...]) -> None:
+    module, x = ReadsBoth(nested), torch.randn(2000, 64)
+    graph = profile(trace(module, x), x, repeats=1)
+    rewrite(module, kept, x)
+    assert step_peak(module, x) - LOSS_BYTES == simulate(graph, lower_kept(graph, kept)).peak_bytes
+
+
+@pytest.mark.parametrize("module", [ReadsBoth(), ReadsBoth("dict"), ReadsBoth(returns=True), ReadsWhole()])
+def test_steps_are_bitwise_equal(module: nn.Module) -> None:
+    assert_equal_steps(module, torch.randn(3, 64), kept=((), (1,), (2,), (0, 3)))
+
+
+def test_a_returned_input_is_the_same_tensor_to_the_caller() -> None:
+    module, x = ReadsBoth(returns=True), torch.randn(3, 64)
+    (operation,) = (o for o in trace(module, x).operations if o.name == "part")
+    assert operation.leaves_out == set(operation.parts)
+    (whole,) = (o for o in trace(ReadsWhole(), x).operations if o.name == "part")
+    assert not whole.leaves_out
+
+
+def test_hooks_see_the_gradient_of_a_returned_input() -> None:
+    seen: list[int] = []
+    module, x = ReadsBoth(), torch.randn(3, 64)
+    module.part.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(len(outputs)))
+    assert not any(o.leaves_out for o in trace(module, x).operations)
+    rewrite(module, (), x)
+    module(x).sum().backward()
+    assert seen == [2]
