@@ -9,14 +9,20 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from remat_runs import Classifier, Images, run, seeded
 from torch.utils.data import DataLoader
 
-import lightning_remat.batch_size as batch_size
+import lightning_remat.batch_size as search
+import lightning_remat.callback as rematerialization
 from lightning_remat import Rematerialization
 from lightning_remat.device_memory import DeviceMemory
+
+EFFECTIVE_BATCH_SIZE = 240
+"""Samples an optimizer step, of both ranks."""
 
 
 class Sharded(Classifier):
@@ -27,32 +33,58 @@ class Sharded(Classifier):
 
 
 def main(folder: Path) -> None:
+    """All runs by one process a rank, whose start takes longer than the runs."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for kind in ("plain", "keep", "search"):  # by one process a rank, whose start takes longer than the runs
-        fit(folder, kind)
+    fit(folder, "plain")
+    fit(folder, "keep", Rematerialization("periodic", memory_budget="80%", batch_size="keep"))
+    alive = sum(t.untyped_storage().nbytes() for t in [*seeded(Sharded).parameters(), *seeded(Sharded).buffers()])
+    # The ranks do not have the same memory: rank 1 has less.
+    search.device_memory = lambda device: DeviceMemory((48, 16)[trainer_rank()] * 2**20 - alive, 2**30)
+    fit(folder, "search", Rematerialization("periodic", margin=0.0))
+    fit_resumed(folder)
 
 
-def fit(folder: Path, kind: str) -> None:
-    module = seeded(Sharded)
-    callbacks = []
-    if kind == "search":
-        # The ranks do not have the same memory: rank 1 has less.
-        free = {"0": 48 * 2**20, "1": 16 * 2**20}
-        callbacks = [Rematerialization("periodic", margin=0.0)]
-        alive = sum(t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()])
-        batch_size.device_memory = lambda device: DeviceMemory(free[str(trainer_rank())] - alive, 2**30)
-    elif kind == "keep":
-        callbacks = [Rematerialization("periodic", memory_budget="80%", batch_size="keep")]
-    trainer = run(folder, module, *callbacks, strategy="ddp", devices=2, max_steps=4)
+def fit_resumed(folder: Path) -> None:
+    """An epoch whose search also sets the accumulation, another from its checkpoint, and both plainly."""
+    callback = Rematerialization("periodic", margin=0.0, effective_batch_size=EFFECTIVE_BATCH_SIZE)
+    trainer = fit(folder, "effective", callback, max_steps=-1, max_epochs=1)
+    assert callback.result is not None
+    trainer.save_checkpoint(folder / "run.ckpt")
+    size, accumulated = callback.result.batch_size, trainer.accumulate_grad_batches
+    plain: dict[str, Any] = {"batch_size": size, "accumulate_grad_batches": accumulated, "max_steps": -1}
+    resumed: dict[str, Any] = {"max_epochs": 2, "fit_options": {"ckpt_path": folder / "run.ckpt"}}
+    fit(folder, "plain-effective", **plain, max_epochs=1)
+    fit(folder, "plain-resumed", **plain, **resumed)
+    rematerialization.find = None  # it is not searched again
+    callback = Rematerialization("periodic", margin=0.0, effective_batch_size=EFFECTIVE_BATCH_SIZE)
+    fit(folder, "resumed", callback, max_steps=-1, **resumed)
+
+
+def fit(
+    folder: Path,
+    kind: str,
+    callback: Rematerialization | None = None,
+    *,
+    batch_size: int = 8,
+    fit_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Trainer:
+    """Trains, and writes what this rank saw."""
+    module = seeded(Sharded, batch_size=batch_size)
+    callbacks = [] if callback is None else [callback]
+    options = {"strategy": "ddp", "devices": 2, **options}
+    trainer = run(folder, module, *callbacks, fit=fit_options, **options)
     found = {
         "sizes": module.sizes,
+        "steps": trainer.global_step,
+        "accumulated": trainer.accumulate_grad_batches,
         "parameters": digest(module.parameters()),
         "buffers": digest(module.buffers()),  # batch statistics: each rank's own
         "random": torch.rand(1).item(),
     }
-    if callbacks:
-        result = callbacks[0].result
+    if callback is not None:
+        result = callback.result
         assert result is not None
         found |= {
             "batch_size": result.batch_size,
@@ -62,6 +94,7 @@ def fit(folder: Path, kind: str) -> None:
             "num_recomputed": result.plan.num_recomputed,
         }
     (folder / f"{kind}-{trainer.global_rank}.json").write_text(json.dumps(found))
+    return trainer
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

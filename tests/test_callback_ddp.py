@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddp_run import EFFECTIVE_BATCH_SIZE
 
 
 @pytest.mark.slow
@@ -25,6 +26,14 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     assert planned[0]["num_recomputed"] > 0
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
+    check_accumulation(*seen(tmp_path, "effective"))
+    for kind in ("effective", "resumed"):
+        for a, b in zip(seen(tmp_path, f"plain-{kind}"), seen(tmp_path, kind), strict=True):
+            assert {name: b[name] for name in a} == a, kind
+    for first, resumed in zip(seen(tmp_path, "effective"), seen(tmp_path, "resumed"), strict=True):
+        assert resumed["schedule"] == first["schedule"]
+        assert resumed["steps"] == 2 * first["steps"]
+        assert resumed["sizes"] == first["sizes"]  # those of the second epoch
 
 
 def seen(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -39,3 +48,12 @@ def check_search(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["measured_peak_bytes"] <= first["budget_bytes"]
     assert first["num_recomputed"] > 0
     assert first["sizes"][:2] == [first["batch_size"]] * 2
+
+
+def check_accumulation(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for name in ("batch_size", "accumulated", "steps", "schedule", "parameters"):
+        assert first[name] == second[name], name
+    assert first["batch_size"] * first["accumulated"] * 2 == EFFECTIVE_BATCH_SIZE
+    assert first["accumulated"] > 1
+    assert first["num_recomputed"] > 0
+    assert first["steps"] == -(-400 // EFFECTIVE_BATCH_SIZE)
