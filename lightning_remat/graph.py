@@ -109,6 +109,7 @@ class Graph:
         outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
         users: For each node, the nodes that read its output (derived).
         roots: For each node, the node that owns the storage of its output: itself unless it is a view (derived).
+        reads: For each node, the nodes whose output a run of it reads, the base of a view included (derived).
 
     Raises:
         ValueError: An index out of range or out of order, a negative cost, a view with bytes of its own.
@@ -120,6 +121,8 @@ class Graph:
     outputs: tuple[int, ...] = ()
     users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     roots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    reads: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
@@ -139,6 +142,11 @@ class Graph:
                 raise ValueError(f"outputs holds node {index}, but the graph has {len(self.nodes)} nodes")
         object.__setattr__(self, "users", tuple(tuple(u) for u in users))
         object.__setattr__(self, "roots", tuple(roots))
+        object.__setattr__(self, "reads", tuple(_read_by(node) for node in self.nodes))
+        object.__setattr__(self, "_hash", hash((self.nodes, self.input_bytes, self.static_bytes, self.outputs)))
+
+    def __hash__(self) -> int:  # of hundreds of nodes: computed once
+        return self._hash
 
     def gradient_bytes(self, index: int) -> int:
         """Bytes of the gradient of the output of node `index`."""
@@ -194,6 +202,12 @@ class Graph:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Node) if f.name != "name"}
+
+
+def _read_by(node: Node) -> tuple[int, ...]:
+    if node.storage_of is None or node.storage_of in node.inputs:
+        return node.inputs
+    return (*node.inputs, node.storage_of)
 
 
 def _check_node(node: Node, index: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .graph import Graph
-from .lowering import reads
 from .schedule import Schedule
 
 IN_PLACE_KINDS = frozenset(
@@ -126,7 +125,7 @@ class _Replay:
     def forward(self, n: int) -> None:
         graph, node = self.graph, self.graph.nodes[n]
         self.tick += 1
-        operands = [self.output[i] for i in reads(graph, n)]
+        operands = [self.output[i] for i in graph.reads[n]]
         self.use(operands)
         if node.storage_of is not None:
             self.output.setdefault(n, self.output[node.storage_of])

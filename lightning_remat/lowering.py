@@ -1,11 +1,18 @@
-"""Decisions become schedules: what is kept is written out as actions, and liveness ends each residency."""
+"""Decisions become schedules: what is kept is written out as actions, and liveness ends each residency.
+
+Planners lower hundreds of schedules to find one, so the functions here are compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
+import numpy as np
+
+from .compiled import Flags, Small, njit
 from .graph import Graph
-from .schedule import Action, Schedule
+from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
+from .schedule import Schedule
 
 
 def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | None = None) -> Schedule:
@@ -22,28 +29,24 @@ def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | 
     Returns:
         A valid schedule with every discard right after the last use.
     """
-    kept_outputs = {n for n, root in enumerate(graph.roots) if n in outputs or root in outputs}
-    kept_tapes = set(kept_outputs if tapes is None else tapes)
-    actions = [Action("F", n) for n in range(len(graph.nodes))]
-    resident_outputs = set(range(len(graph.nodes)))
-    resident_tapes = {n for n, node in enumerate(graph.nodes) if node.tape_bytes}
-    # What the forward drops is dropped before the first backward; liveness moves it to the last use.
-    for n in sorted(resident_outputs - kept_outputs):
-        actions.append(Action("D", n))
-        resident_outputs.discard(n)
-    for n in sorted(resident_tapes - kept_tapes):
-        actions.append(Action("T", n))
-        resident_tapes.discard(n)
-    for n in reversed(range(len(graph.nodes))):
-        for m in missing(graph, n, resident_outputs, resident_tapes):
-            actions.append(Action("F", m))
-            resident_outputs.add(m)
-            if graph.nodes[m].tape_bytes:
-                resident_tapes.add(m)
-        actions.append(Action("B", n))
-    actions += [Action("D", n) for n in sorted(resident_outputs)]
-    actions += [Action("T", n) for n in sorted(resident_tapes)]
-    return apply_liveness(graph, Schedule(tuple(actions)))
+    arrays = graph_arrays(graph)
+    kept = _flags(graph, outputs)
+    kept |= kept[arrays.root]
+    kept_tapes = kept if tapes is None else _flags(graph, tapes)
+    return with_liveness(graph, _keep(arrays, kept, kept_tapes))
+
+
+def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
+    """The same schedule with each discard moved to right after the last use of what it discards.
+
+    Reference: Kusumoto et al. 2019, section 5 and Appendix C (liveness analysis).
+    """
+    return with_liveness(graph, encode(graph, schedule))
+
+
+def with_liveness(graph: Graph, actions: Small) -> Schedule:
+    """As `apply_liveness`, for actions as numbers."""
+    return decode(graph, _discard_at_last_use(graph_arrays(graph), actions))
 
 
 def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[int]) -> list[int]:
@@ -56,54 +59,116 @@ def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[in
         m = stack.pop()
         if m not in needed:
             needed.add(m)
-            stack += [i for i in reads(graph, m) if i not in outputs]
+            stack += [i for i in graph.reads[m] if i not in outputs]
     return sorted(needed)
 
 
-def reads(graph: Graph, n: int) -> tuple[int, ...]:
-    """The nodes whose output a run of `n` reads, the base of a view included."""
-    node = graph.nodes[n]
-    if node.storage_of is None or node.storage_of in node.inputs:
-        return node.inputs
-    return (*node.inputs, node.storage_of)
+def _flags(graph: Graph, indices: Collection[int]) -> Flags:
+    flags = np.zeros(len(graph.nodes), np.bool_)
+    flags[list(indices)] = True
+    return flags
 
 
-def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
-    """The same schedule with each discard moved to right after the last use of what it discards.
+@njit
+def _keep(arrays: GraphArrays, outputs: Flags, tapes: Flags) -> Small:
+    """The actions that keep these values; each discard stands where the forward, or all, has ended."""
+    count = len(outputs)
+    codes = np.empty(8 * count, np.int32)
+    has_tape = arrays.tape_bytes > 0
+    resident, taped = outputs.copy(), tapes & has_tape
+    at = count
+    codes[:count] = 4 * np.arange(count) + RUN
+    for n in range(count):
+        if not resident[n]:
+            codes[at] = 4 * n + DISCARD
+            at += 1
+    for n in range(count):
+        if has_tape[n] and not taped[n]:
+            codes[at] = 4 * n + DISCARD_TAPE
+            at += 1
+    is_needed = np.zeros(count, np.bool_)
+    for n in range(count - 1, -1, -1):
+        # Inputs have lower indices, so one way down finds all that is to run.
+        highest = -1
+        for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+            i = arrays.saved[k]
+            if not resident[i]:
+                is_needed[i] = True
+                highest = max(highest, i)
+        if has_tape[n] and not taped[n]:
+            is_needed[n] = True
+            highest = n
+        lowest = highest + 1
+        for m in range(highest, -1, -1):
+            if is_needed[m]:
+                lowest = m
+                for k in range(arrays.read_start[m], arrays.read_start[m + 1]):
+                    i = arrays.read[k]
+                    is_needed[i] = is_needed[i] or not resident[i]
+        for m in range(lowest, highest + 1):
+            if is_needed[m]:
+                codes[at] = 4 * m + RUN
+                at += 1
+                resident[m] = True
+                taped[m] = has_tape[m]
+                is_needed[m] = False
+        codes[at] = 4 * n + BACKWARD
+        at += 1
+    for n in range(count):
+        if resident[n]:
+            codes[at] = 4 * n + DISCARD
+            at += 1
+    for n in range(count):
+        if taped[n]:
+            codes[at] = 4 * n + DISCARD_TAPE
+            at += 1
+    return codes[:at]
 
-    Reference: Kusumoto et al. 2019, section 5 and Appendix C (liveness analysis).
-    """
-    last_output: dict[int, int] = {}  # node -> last position that uses the present residency of its output
-    last_tape: dict[int, int] = {}
-    discards: dict[int, list[Action]] = {}
-    # A second copy of a storage that a view or the caller may hold costs more than to keep the first.
-    shared = {graph.roots[n] for n, node in enumerate(graph.nodes) if node.is_view or n in graph.outputs}
-    for position, action in enumerate(schedule.actions):
-        kind, n = action
-        if kind == "F":
-            for i in reads(graph, n):
-                last_output[i] = position
-            if n in last_output and n not in shared:
-                # Brings back the tape only: what it makes again need not wait for it.
-                discards.setdefault(last_output[n], []).append(Action("D", n))
+
+@njit
+def _discard_at_last_use(arrays: GraphArrays, codes: Small) -> Small:
+    """The actions with each discard right after the last use of what it discards."""
+    count = len(arrays.root)
+    last_output, last_tape = np.full(count, -1), np.full(count, -1)  # position that last uses the present residency
+    discards = np.empty(2 * len(codes), np.int32)
+    places = np.empty(2 * len(codes), np.int64)
+    num_discards = 0
+    for position in range(len(codes)):
+        n, kind = codes[position] >> 2, codes[position] & 3
+        if kind == RUN:
+            for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
+                last_output[arrays.read[k]] = position
+            # Where it brings back the tape only, what it makes again need not wait for it - but a second copy of a
+            # storage that a view or the caller may hold costs more than to keep the first.
+            if last_output[n] >= 0 and not arrays.is_shared[n]:
+                discards[num_discards], places[num_discards] = 4 * n + DISCARD, last_output[n]
+                num_discards += 1
             last_output[n] = position
-            if graph.nodes[n].tape_bytes:
-                if n in last_tape:
-                    discards.setdefault(last_tape[n], []).append(Action("T", n))
+            if arrays.tape_bytes[n] > 0:
+                if last_tape[n] >= 0:
+                    discards[num_discards], places[num_discards] = 4 * n + DISCARD_TAPE, last_tape[n]
+                    num_discards += 1
                 last_tape[n] = position
-        elif kind == "B":
-            for i in graph.nodes[n].saved:
-                last_output[i] = position
-            if graph.nodes[n].tape_bytes:
+        elif kind == BACKWARD:
+            for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                last_output[arrays.saved[k]] = position
+            if arrays.tape_bytes[n] > 0:
                 last_tape[n] = position
         else:
-            ends = last_output if kind == "D" else last_tape
-            discards.setdefault(ends.pop(n, position), []).append(action)
-    return Schedule(tuple(_interleave(schedule.actions, discards)))
-
-
-def _interleave(actions: Iterable[Action], discards: dict[int, list[Action]]) -> Iterable[Action]:
-    for position, action in enumerate(actions):
-        if action.kind in "FB":
-            yield action
-        yield from discards.get(position, ())
+            last = last_output if kind == DISCARD else last_tape
+            discards[num_discards] = codes[position]
+            places[num_discards] = last[n] if last[n] >= 0 else position
+            num_discards += 1
+            last[n] = -1
+    order = np.argsort(places[:num_discards], kind="mergesort")
+    lowered = np.empty(len(codes) + num_discards, np.int32)
+    at, done = 0, 0
+    for position in range(len(codes)):
+        if codes[position] & 3 <= BACKWARD:
+            lowered[at] = codes[position]
+            at += 1
+        while done < num_discards and places[order[done]] == position:
+            lowered[at] = discards[order[done]]
+            at += 1
+            done += 1
+    return lowered[:at]

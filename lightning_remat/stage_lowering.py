@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .chain import ChainSequence
 from .graph import Graph
-from .lowering import apply_liveness, missing, reads
+from .lowering import apply_liveness, missing
 from .schedule import Action, Schedule
 from .stages import GraphStage
 
@@ -149,7 +149,7 @@ def _without_waste(graph: Graph, events: list[_Event]) -> list[_Event]:
             if first_run[n] != position and not made & used:
                 dropped |= made
                 continue
-            used.update(outputs[i] for i in reads(graph, n))
+            used.update(outputs[i] for i in graph.reads[n])
         kept.append(event)
     kept.reverse()
     return [e for e in kept if e.action.kind in "FB" or not {e.output, e.tape} & dropped]

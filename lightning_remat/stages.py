@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .chain import Chain, Stage
 from .graph import Graph, Node
-from .lowering import lower_kept, reads
+from .lowering import lower_kept
 from .simulator import simulate
 
 
@@ -105,7 +105,7 @@ def cut_stages(graph: Graph) -> tuple[GraphStage, ...]:
     saved_roots: set[int] = set()
     for n, node in enumerate(graph.nodes):
         saved_roots.update(graph.roots[i] for i in node.saved)
-        for i in {*reads(graph, n), *node.saved} - {n}:
+        for i in {*graph.reads[n], *node.saved} - {n}:
             readers[i].append(n)
             last_use[graph.roots[i]] = n
     crossing: set[int] = set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_remat import Graph, Node, Schedule
-from lightning_remat.lowering import reads
 from lightning_remat.schedule import Action
 
 sizes = st.integers(0, 9)
@@ -55,7 +54,7 @@ def schedules(draw: st.DrawFn, graph: Graph, *, in_forward: bool = True) -> Sche
     tapes: set[int] = set()
 
     def run(n: int) -> None:
-        for i in reads(graph, n):
+        for i in graph.reads[n]:
             if i not in outputs:
                 run(i)
         if n in outputs and (n in tapes or not graph.nodes[n].tape_bytes):

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
-from lightning_remat.lowering import lower_kept, reads
+from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.auto import plan_auto
 from lightning_remat.planners.auto_front import FRONTS
 from lightning_remat.planners.floor import find_floor
@@ -131,7 +131,7 @@ def is_used(graph: Graph, n: int, later: Sequence[Action]) -> bool:
     """Whether the output of n, or a view of it, or its tape is read before it is discarded."""
     has_output, has_tape = True, graph.nodes[n].tape_bytes > 0
     for kind, m in later:
-        if (has_output and kind == "F" and n in reads(graph, m)) or (
+        if (has_output and kind == "F" and n in graph.reads[m]) or (
             kind == "B" and ((has_output and n in graph.nodes[m].saved) or (has_tape and m == n))
         ):
             return True

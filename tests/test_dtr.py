@@ -7,6 +7,7 @@ from oracles.node_graphs import node_graphs, relu_chain
 from oracles.schedule_search import lowest_peak
 
 from lightning_remat import InfeasibleBudgetError, simulate
+from lightning_remat.graph_arrays import decode
 from lightning_remat.lowering import apply_liveness, lower_kept
 from lightning_remat.planners.dtr import plan_dtr
 from lightning_remat.planners.eviction import evict
@@ -23,13 +24,14 @@ def budgets(graph, step):
 def test_the_same_evictions_as_the_recursive_reference(graph):
     step = pack_step(graph)
     for budget in budgets(graph, 7):
-        schedule = evict(step, budget, 1000)
+        actions = evict(step, budget, 1000)
         try:
             expected = Eviction(graph, budget).execute()
         except OutOfMemory:
-            assert schedule is None
+            assert actions is None
         else:
-            assert str(schedule) == " ".join(expected)
+            assert actions is not None
+            assert str(decode(graph, actions)) == " ".join(expected)
 
 
 @settings(max_examples=150, deadline=None)
@@ -37,8 +39,9 @@ def test_the_same_evictions_as_the_recursive_reference(graph):
 def test_every_replay_is_valid_within_its_limit_and_lower_with_liveness(graph):
     step = pack_step(graph)
     for budget in budgets(graph, 5):
-        schedule = evict(step, budget, 1000)
-        if schedule is not None:
+        actions = evict(step, budget, 1000)
+        if actions is not None:
+            schedule = decode(graph, actions)
             online, offline = simulate(graph, schedule), simulate(graph, apply_liveness(graph, schedule))
             assert offline.peak_bytes <= online.peak_bytes <= budget
             assert offline.seconds == online.seconds

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.node_graphs import node_graphs, relu_chain
+from oracles.node_graphs import node_graphs, relu_chain, varied
 
 from lightning_remat import Graph, Schedule, simulate
 from lightning_remat.lowering import lower_kept
@@ -15,23 +15,6 @@ from lightning_remat.planners.fast_simulator import NONE, NUM_WINDOWS, PINNED, n
 from lightning_remat.planners.gaps import bar, list_gaps, unbar
 from lightning_remat.planners.gradient_levels import gradient_levels
 from lightning_remat.planners.windows import schedule_of, windows_of
-
-
-def varied(graph: Graph, rng: random.Random) -> Graph:
-    """Some gradients of their own size or none at all, tuples and gradients of inputs."""
-    nodes = [
-        replace(
-            node,
-            gradient_bytes=rng.choice([None, None, None, 0, rng.randrange(12)]),
-            num_outputs=rng.choice([1, 1, 1, 2]),
-            input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
-            backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
-            backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
-            backward_shared_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
-        )
-        for node in graph.nodes
-    ]
-    return replace(graph, nodes=tuple(nodes))
 
 
 def random_windows(graph: Graph, rng: random.Random) -> np.ndarray:

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from random_graphs import graphs
+from oracles import lowering_reference as reference
+from random_graphs import graphs, schedules
 
 from lightning_remat import Graph, Node, Schedule, simulate
 from lightning_remat.lowering import apply_liveness, lower_kept
@@ -45,3 +46,13 @@ def test_any_kept_set_gives_a_valid_schedule_with_at_most_one_recomputation(data
 @given(graphs())
 def test_keeping_everything_recomputes_nothing(graph: Graph) -> None:
     assert simulate(graph, lower_kept(graph, range(len(graph.nodes)))).recompute_seconds == 0
+
+
+@given(st.data())
+def test_equals_the_reference(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    indices = st.sets(st.integers(0, len(graph.nodes) - 1))
+    outputs, tapes = data.draw(indices), data.draw(st.none() | indices)
+    assert lower_kept(graph, outputs, tapes) == reference.lower_kept(graph, outputs, tapes)
+    schedule = data.draw(schedules(graph))
+    assert apply_liveness(graph, schedule) == reference.apply_liveness(graph, schedule)

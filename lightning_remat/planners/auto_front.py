@@ -8,15 +8,16 @@ from itertools import chain
 
 import numpy as np
 
+from ..compiled import Small
 from ..graph import Graph
 from .descent import Search, State
-from .fast_simulator import Small, pack
+from .fast_simulator import pack
 from .floor import find_floor
 from .front import Front
 from .position_program import Program
 from .progress import SearchProgress
 from .rivals import rival_candidates
-from .time_bound import relax
+from .time_bound import TimeBound
 from .windows import windows_between, windows_of
 
 NUM_LEVELS = 57
@@ -108,7 +109,7 @@ class FrontBuilder:
         self.search = Search(self.problem, self.front.offer)
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
-        self.bound = find_floor(graph).bytes
+        self.bound, self.time_bound = find_floor(graph).bytes, TimeBound(graph)
         self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
         self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
 
@@ -246,7 +247,7 @@ class FrontBuilder:
 
     def _relaxed(self, room: int) -> Iterator[Small]:
         """What the linear program keeps then."""
-        relaxed = relax(self.graph, self.problem.fixed_bytes + room)
+        relaxed = self.time_bound.relax(self.problem.fixed_bytes + room)
         if np.isfinite(relaxed.seconds):
             for least in (0.2, 0.5, 0.8):
                 outputs, tapes = relaxed.outputs >= least, relaxed.tapes >= least

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ..graph import Graph
-from ..lowering import lower_kept, missing, reads
+from ..lowering import lower_kept, missing
 from ..schedule import Action, Schedule
 from .storage_graph import StorageGraph, nodes_of
 
@@ -94,7 +94,7 @@ def _discard_at(graph: Graph, actions: Sequence[Action], ends: Sequence[int]) ->
             at = bisect_left(ends, last.pop(action))
             moved.setdefault(ends[at], []).append(action)
             continue
-        used = reads(graph, n) if kind == "F" else graph.nodes[n].saved
+        used = graph.reads[n] if kind == "F" else graph.nodes[n].saved
         for i in (*used, n) if kind == "F" else used:
             last[Action("D", i)] = position + 1
         if graph.nodes[n].tape_bytes:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
 
 from ..graph import Graph
-from ..lowering import reads
 from .gradient_levels import gradient_levels
 
 Column = int
@@ -124,9 +123,9 @@ class _Builder:
         self.scale = _SCALE / total
         self.users, self.readers = [[] for _ in range(count)], [[] for _ in range(count)]
         for k in range(count):
-            for i in set(reads(graph, k)):
+            for i in set(graph.reads[k]):
                 self.users[i].append(k)
-            for root in {graph.roots[i] for i in reads(graph, k)}:
+            for root in {graph.roots[i] for i in graph.reads[k]}:
                 self.readers[root].append(k)
         fixed = graph.input_bytes + graph.static_bytes
         for step in range(count):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
+
+from ..compiled import Small
 from ..graph import Graph
-from ..lowering import apply_liveness, missing, reads
-from ..schedule import Action, Schedule
+from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN
+from ..lowering import missing, with_liveness
+from ..schedule import Schedule
 from .family import Candidate, fastest_that_fits, trade_off
 from .storage_graph import articulation_points, merge_views
 
@@ -52,23 +56,21 @@ def _family(graph: Graph, num_kept: int | None, num_levels: int | None) -> tuple
     return trade_off(graph, _plans(graph, num_kept, num_levels))
 
 
-def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> list[Schedule]:
+def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> Iterator[Schedule]:
     count = len(graph.nodes)
     cuts = _Cuts(graph)
-    schedules: dict[Schedule, None] = {}
     if num_levels is None:
-        schedules.setdefault(_lower(graph, cuts, 1, 0))
+        yield with_liveness(graph, _Recursion(graph, cuts, 1).actions(0))
     for k in _NUM_KEPT if num_kept is None else (num_kept,):
         if num_kept is None and k > max(1, count):
             break
-        previous: Schedule | None = None
+        previous = np.empty(0, np.int32)
         for levels in range(1, count + 2) if num_levels is None else (num_levels,):
-            schedule = _lower(graph, cuts, k, levels)
-            if schedule == previous:
+            actions = _Recursion(graph, cuts, k).actions(levels)
+            if np.array_equal(actions, previous):
                 break  # no segment is left to split
-            schedules.setdefault(schedule)
-            previous = schedule
-    return list(schedules)
+            yield with_liveness(graph, actions)
+            previous = actions
 
 
 class _Cuts:
@@ -77,27 +79,22 @@ class _Cuts:
     def __init__(self, graph: Graph) -> None:
         storages = merge_views(graph)
         points = {storages.owners[v] for v in articulation_points(len(storages.owners), storages.edges)}
-        self.after_points = sorted(n + 1 for n in points)
-        self.held = [0]  # bytes that the nodes before each position leave when they run
-        for node in graph.nodes:
-            self.held.append(self.held[-1] + node.output_bytes + node.tape_bytes)
+        self.after_points = np.array(sorted(n + 1 for n in points), np.int64)
+        left = [node.output_bytes + node.tape_bytes for node in graph.nodes]
+        self.held = np.cumsum([0, *left])  # bytes that the nodes before each position leave when they run
 
     def split(self, start: int, stop: int, num_cuts: int) -> list[int]:
         """Positions strictly between `start` and `stop`, at about equal memory; fewer where there are not as many."""
-        low, high = bisect_left(self.after_points, start + 1), bisect_left(self.after_points, stop)
-        allowed: Sequence[int] = self.after_points[low:high] or range(start + 1, stop)
-        chosen: set[int] = set()
-        for cut in range(1, num_cuts + 1):
-            if len(chosen) == len(allowed):
-                break
+        low, high = np.searchsorted(self.after_points, (start + 1, stop))
+        allowed: Any = self.after_points[low:high] if low < high else np.arange(start + 1, stop)
+        held: Any = self.held[allowed].astype(np.float64)
+        chosen: list[int] = []
+        for cut in range(1, min(num_cuts, len(allowed)) + 1):
             target = self.held[start] + (self.held[stop] - self.held[start]) * cut / (num_cuts + 1)
-            chosen.add(min((p for p in allowed if p not in chosen), key=lambda p: abs(self.held[p] - target)))
+            nearest = int(np.abs(held - target).argmin())
+            chosen.append(int(allowed[nearest]))
+            held[nearest] = np.inf
         return sorted(chosen)
-
-
-def _lower(graph: Graph, cuts: _Cuts, num_kept: int, num_levels: int) -> Schedule:
-    actions = list(_Recursion(graph, cuts, num_kept).train(0, len(graph.nodes), num_levels, frozenset()))
-    return apply_liveness(graph, Schedule(tuple(actions)))
 
 
 class _Recursion:
@@ -108,36 +105,42 @@ class _Recursion:
         self.outputs: set[int] = set()
         self.tapes: set[int] = set()
         self.has_run = 0  # the nodes before have had their first run
+        self.written: list[int] = []
 
-    def train(self, start: int, stop: int, num_levels: int, kept: frozenset[int]) -> Iterator[Action]:
+    def actions(self, num_levels: int) -> Small:
+        """Those of the whole step, as numbers."""
+        self.train(0, len(self.graph.nodes), num_levels, frozenset())
+        return np.array(self.written, np.int32)
+
+    def train(self, start: int, stop: int, num_levels: int, kept: frozenset[int]) -> None:
         """Forward (what is not resident) and backward of the range; then only `kept` is resident of all outputs."""
         splits = self.cuts.split(start, stop, self.num_kept) if num_levels else []
         if not splits:
-            yield from self._train_at_once(start, stop)
+            self._train_at_once(start, stop)
         else:
             bounds = [start, *splits, stop]
             held = [kept]  # what is to stay while the segment behind each bound is trained
             for before, after in pairwise(bounds[:-1]):
                 held.append(held[-1] | self._crossing(after, stop))
-                yield from self._advance(before, after, held[-1])
+                self._advance(before, after, held[-1])
             for number in reversed(range(len(bounds) - 1)):
-                yield from self.train(bounds[number], bounds[number + 1], num_levels - 1, held[number])
-        yield from self._discard(kept)
+                self.train(bounds[number], bounds[number + 1], num_levels - 1, held[number])
+        self._discard(kept)
 
     def _crossing(self, position: int, stop: int) -> frozenset[int]:
         """The nodes before `position` that a run or a backward of the nodes from there to `stop` reads."""
         nodes = self.graph.nodes
-        used = {i for n in range(position, stop) for i in (*reads(self.graph, n), *nodes[n].saved)}
+        used = {i for n in range(position, stop) for i in (*self.graph.reads[n], *nodes[n].saved)}
         return frozenset(i for i in used if i < position)
 
-    def _advance(self, start: int, stop: int, kept: frozenset[int]) -> Iterator[Action]:
+    def _advance(self, start: int, stop: int, kept: frozenset[int]) -> None:
         """Runs what makes `kept` resident, all of the range if it is its first time; keeps nothing else."""
         if self.has_run < stop:
-            yield from self._run(range(start, stop))
+            self._run(range(start, stop))
             self.has_run = stop
         else:
-            yield from self._run(self._makers(kept))
-        yield from self._discard(kept)
+            self._run(self._makers(kept))
+        self._discard(kept)
 
     def _makers(self, wanted: Iterable[int]) -> list[int]:
         """The nodes to run for the outputs of `wanted`, in order."""
@@ -147,28 +150,26 @@ class _Recursion:
             n = stack.pop()
             if n not in needed:
                 needed.add(n)
-                stack += [i for i in reads(self.graph, n) if i not in self.outputs]
+                stack += [i for i in self.graph.reads[n] if i not in self.outputs]
         return sorted(needed)
 
-    def _train_at_once(self, start: int, stop: int) -> Iterator[Action]:
+    def _train_at_once(self, start: int, stop: int) -> None:
         if self.has_run < stop:
-            yield from self._run(range(max(start, self.has_run), stop))
+            self._run(range(max(start, self.has_run), stop))
             self.has_run = stop
         for n in reversed(range(start, stop)):
-            yield from self._run(missing(self.graph, n, self.outputs, self.tapes))
-            yield Action("B", n)
+            self._run(missing(self.graph, n, self.outputs, self.tapes))
+            self.written.append(4 * n + BACKWARD)
 
-    def _run(self, nodes: Iterable[int]) -> Iterator[Action]:
+    def _run(self, nodes: Iterable[int]) -> None:
         for n in nodes:
-            yield Action("F", n)
+            self.written.append(4 * n + RUN)
             self.outputs.add(n)
             if self.graph.nodes[n].tape_bytes:
                 self.tapes.add(n)
 
-    def _discard(self, kept: frozenset[int]) -> Iterator[Action]:
-        for n in sorted(self.outputs - kept):
-            yield Action("D", n)
+    def _discard(self, kept: frozenset[int]) -> None:
+        self.written += [4 * n + DISCARD for n in sorted(self.outputs - kept)]
         self.outputs &= kept
-        for n in sorted(self.tapes):
-            yield Action("T", n)
+        self.written += [4 * n + DISCARD_TAPE for n in sorted(self.tapes)]
         self.tapes.clear()

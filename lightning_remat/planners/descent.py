@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .fast_simulator import NONE, Problem, Small, Work, no_windows, replay, work_for
+from ..compiled import Small
+from .fast_simulator import NONE, Problem, Work, no_windows, replay, work_for
 from .gaps import END, HELD, START, VALUE, change_over, excess_of, try_gaps
 from .moves import Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
 

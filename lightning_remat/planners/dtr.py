@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 
 import numpy as np
 
 from ..graph import Graph
-from ..lowering import apply_liveness, lower_kept
+from ..lowering import lower_kept, with_liveness
 from ..schedule import Schedule
 from ..simulator import simulate
 from .eviction import evict
@@ -49,10 +50,9 @@ def _family(graph: Graph) -> tuple[Candidate, ...]:
     step = pack_step(graph)
     top = simulate(graph, plain).peak_bytes
     low = min(int(step.highest_bytes.max()), top)
-    found = {plain: None}
     # Denser where memory is short; below `low` no backward fits.
-    for fraction in np.linspace(0.0, 1.0, _NUM_LIMITS) ** 1.5:
-        schedule = evict(step, low + int(fraction * (top - low)), _MOST_RUNS * len(graph.nodes))
-        if schedule is not None:
-            found[apply_liveness(graph, schedule)] = None
-    return trade_off(graph, found)
+    shares: list[float] = (np.linspace(0.0, 1.0, _NUM_LIMITS) ** 1.5).tolist()
+    limits = [low + int(share * (top - low)) for share in shares]
+    with ThreadPoolExecutor() as threads:  # compiled code, which runs beside other threads
+        attempts = threads.map(partial(evict, step, most_runs=_MOST_RUNS * len(graph.nodes)), limits)
+        return trade_off(graph, [plain, *(with_liveness(graph, found) for found in attempts if found is not None)])

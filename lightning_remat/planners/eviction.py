@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schedule import Action, ActionKind, Schedule
+from ..compiled import Small, njit
+from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN
 from .eviction_step import Ints, Step
 
-njit: Any = numba.njit(cache=True)
 
-_KINDS: tuple[ActionKind, ...] = ("F", "B", "D", "T")
-_RUN, _BACKWARD, _DROP, _DROP_TAPE = range(4)
-
-
-def evict(step: Step, budget_bytes: int, most_runs: int) -> Schedule | None:
-    """The step as dynamic tensor rematerialization executes it within the budget, or None where it fails.
+def evict(step: Step, budget_bytes: int, most_runs: int) -> Small | None:
+    """The actions of dynamic tensor rematerialization within the budget, as numbers, or None where it fails.
 
     An operation first brings back the inputs that it misses, each in turn by the same rule, and holds them meanwhile.
     Where memory is short, the resident value with the least cost / (size · staleness) goes until it suffices: cost
@@ -47,14 +42,13 @@ def evict(step: Step, budget_bytes: int, most_runs: int) -> Schedule | None:
         stack=np.zeros(count + 1, np.int64),
         place=np.zeros(count + 1, np.int64),
         # Every drop follows a run that made the value; a run makes one output and one tape.
-        actions=np.zeros((3 * most_runs + count, 2), np.int64),
+        actions=np.zeros(3 * most_runs + count, np.int32),
         number=np.array([0, 0, 0, 0, -1, 0, count]),
         clock=np.zeros(1),
     )
     if not _evict(step, state, budget_bytes, most_runs):
         return None
-    pairs: list[list[int]] = state.actions[: state.number[_ACTIONS]].tolist()
-    return Schedule(tuple(Action(_KINDS[kind], n) for kind, n in pairs))
+    return state.actions[: state.number[_ACTIONS]]
 
 
 class _State(NamedTuple):
@@ -69,7 +63,7 @@ class _State(NamedTuple):
     found: Ints  # stack of that search
     stack: Ints  # operations under way, each for the one before
     place: Ints  # how many of its inputs an operation under way has locked
-    actions: Ints  # [.., 2] kind and node
+    actions: Small  # as `graph_arrays` numbers them
     number: Ints  # _ALIVE bytes, _ACTIONS, _RUNS, _SEARCH, _TAPE that is locked, _RAN: nodes before this have run,
     # _LEFT: nodes from here on are done with
     clock: NDArray[np.float64]
@@ -80,8 +74,7 @@ _ALIVE, _ACTIONS, _RUNS, _SEARCH, _TAPE, _RAN, _LEFT = range(7)
 
 @njit
 def _record(state: Any, kind: int, node: int) -> None:
-    state.actions[state.number[_ACTIONS], 0] = kind
-    state.actions[state.number[_ACTIONS], 1] = node
+    state.actions[state.number[_ACTIONS]] = 4 * node + kind
     state.number[_ACTIONS] += 1
 
 
@@ -92,14 +85,14 @@ def _drop_output(step: Any, state: Any, root: int) -> None:
     for p in range(step.members_start[root], step.members_start[root + 1]):
         if state.output[step.members[p]]:
             state.output[step.members[p]] = False
-            _record(state, _DROP, step.members[p])
+            _record(state, DISCARD, step.members[p])
 
 
 @njit
 def _drop_tape(step: Any, state: Any, node: int) -> None:
     state.number[_ALIVE] -= step.tape_bytes[node]
     state.tape[node] = False
-    _record(state, _DROP_TAPE, node)
+    _record(state, DISCARD_TAPE, node)
 
 
 @njit
@@ -135,6 +128,14 @@ def _neighborhood_seconds(step: Any, state: Any, node: int) -> float:
 
 
 @njit
+def _score(step: Any, state: Any, node: int, weight: float, least: float) -> float:
+    """Neighborhood seconds over the weight; infinite where the node's own seconds already make it no less than that."""
+    if step.seconds[node] / weight >= least:
+        return np.inf
+    return _neighborhood_seconds(step, state, node) / weight
+
+
+@njit
 def _make_room(step: Any, state: Any, need_bytes: int, busy: int) -> bool:
     """Evicts until no more than `need_bytes` are alive; False where nothing is left to evict.
 
@@ -144,13 +145,13 @@ def _make_room(step: Any, state: Any, need_bytes: int, busy: int) -> bool:
         best, is_tape, least = -1, False, np.inf
         for v in range(len(step.roots)):
             if state.output[v] and step.roots[v] == v and state.locks[v] == 0 and step.output_bytes[v] > 0:
-                cost = _neighborhood_seconds(step, state, v)
-                score = cost / (step.output_bytes[v] * (state.clock[0] - state.used[v, 0] + _INSTANT))
+                weight = step.output_bytes[v] * (state.clock[0] - state.used[v, 0] + _INSTANT)
+                score = _score(step, state, v, weight, least)
                 if score < least:
                     best, is_tape, least = v, False, score
             if state.tape[v] and v != state.number[_TAPE] and v != busy:
-                cost = _neighborhood_seconds(step, state, v)
-                score = cost / (step.tape_bytes[v] * (state.clock[0] - state.used[v, 1] + _INSTANT))
+                weight = step.tape_bytes[v] * (state.clock[0] - state.used[v, 1] + _INSTANT)
+                score = _score(step, state, v, weight, least)
                 if score < least:
                     best, is_tape, least = v, True, score
         if best < 0:
@@ -188,7 +189,7 @@ def _bring(step: Any, state: Any, goal: int, room_bytes: int, most_runs: int, is
             return False
         state.number[_RUNS] += 1
         state.clock[0] += step.seconds[k]
-        _record(state, _RUN, k)
+        _record(state, RUN, k)
         if not state.output[k]:
             state.output[k] = True
             state.number[_ALIVE] += step.output_bytes[k]
@@ -238,7 +239,7 @@ def _evict(step: Any, state: Any, budget_bytes: int, most_runs: int) -> bool:
                 return False
         if not _make_room(step, state, budget_bytes - step.highest_bytes[m], m):
             return False
-        _record(state, _BACKWARD, m)
+        _record(state, BACKWARD, m)
         state.clock[0] += step.backward_seconds[m]
         if step.tape_bytes[m] > 0:
             _drop_tape(step, state, m)

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Graph
-from ..lowering import reads
 from .gradient_levels import gradient_levels
 
 Ints = NDArray[np.int64]
@@ -43,7 +42,7 @@ def pack_step(graph: Graph) -> Step:
     count = len(graph.nodes)
     fixed = graph.input_bytes + graph.static_bytes
     before, highest = gradient_levels(graph)
-    all_reads = [list(dict.fromkeys(reads(graph, n))) for n in range(count)]
+    all_reads = [list(dict.fromkeys(graph.reads[n])) for n in range(count)]
     users: list[list[int]] = [[] for _ in range(count)]
     members: list[list[int]] = [[] for _ in range(count)]
     for n in range(count):

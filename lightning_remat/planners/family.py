@@ -10,6 +10,7 @@ from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
 from ..simulator import Simulation, simulate
+from .judge import Judge
 
 
 class Candidate(NamedTuple):
@@ -29,10 +30,8 @@ def trade_off(graph: Graph, schedules: Iterable[Schedule]) -> tuple[Candidate, .
         graph: The operations.
         schedules: The family, at least one.
     """
-    judged: list[Candidate] = []
-    for schedule in schedules:
-        simulation = simulate(graph, schedule)
-        judged.append(Candidate(simulation.peak_bytes, simulation.seconds, schedule))
+    judge = Judge(graph)
+    judged = [Candidate(*judge.cost(schedule), schedule) for schedule in schedules]
     judged.sort(key=lambda candidate: candidate[:2])
     front: list[Candidate] = []
     for candidate in judged:

@@ -12,14 +12,13 @@ long skip. Every memory-persistent schedule and many others are a choice of wind
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from ..compiled import Flags, Floats, Ints, Small, njit
 from ..graph import Graph
-from ..lowering import reads
+from ..graph_arrays import graph_arrays, rows
 from .gradient_levels import gradient_levels
 
 NUM_WINDOWS = 8
@@ -28,22 +27,8 @@ NUM_WINDOWS = 8
 NONE = 1 << 30
 """Start and end of a window that is not there."""
 
-# Arrays of int64, int32, uint8 and float64; numpy's stubs have no type for one element of an array.
-Ints: TypeAlias = Any
-Small: TypeAlias = Any
-Flags: TypeAlias = Any
-Floats: TypeAlias = Any
-
 ROOT, OUTPUT, TAPE, WORKSPACE, IS_SHARED, PINNED = range(6)
 BEFORE, HIGHEST = range(2)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def njit(function: _Function) -> _Function:
-    """The function, compiled, the machine code kept on disk; its type is unchanged."""
-    compiled: Any = numba.njit(cache=True, nogil=True)
-    return compiled(function)
 
 
 class Problem(NamedTuple):
@@ -87,7 +72,7 @@ class Work(NamedTuple):
 def pack(graph: Graph) -> Problem:
     """The graph as arrays for the compiled functions."""
     count = len(graph.nodes)
-    roots = graph.roots
+    roots, arrays = graph.roots, graph_arrays(graph)
     members: list[list[int]] = [[] for _ in range(count)]
     for n, root in enumerate(roots):
         members[root].append(n)
@@ -102,10 +87,9 @@ def pack(graph: Graph) -> Problem:
     return Problem(
         nodes,
         np.array([node.forward_seconds for node in graph.nodes], np.float64),
-        *_rows([list(dict.fromkeys(reads(graph, n))) for n in range(count)]),
-        *_rows([list(dict.fromkeys(node.saved)) for node in graph.nodes]),
-        *_rows(members),
-        *_rows(until),
+        *(arrays.read_start, arrays.read, arrays.saved_start, arrays.saved),
+        *rows(members),
+        *rows(until),
         np.array([before, highest], np.int64).T.copy(),
         graph.input_bytes + graph.static_bytes,
         float(sum(node.forward_seconds + node.backward_seconds for node in graph.nodes)),
@@ -131,11 +115,6 @@ def work_for(problem: Problem) -> Work:
 def no_windows(problem: Problem) -> Small:
     """[2n, NUM_WINDOWS, 2] windows, none of them there: plain autograd."""
     return np.full((2 * len(problem.seconds), NUM_WINDOWS, 2), NONE, np.int32)
-
-
-def _rows(rows: list[list[int]]) -> tuple[Small, Small]:
-    start = np.cumsum([0] + [len(row) for row in rows]).astype(np.int32)
-    return start, np.array([i for row in rows for i in row], np.int32)
 
 
 @njit

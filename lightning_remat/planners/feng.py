@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ..compiled import njit
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
@@ -279,7 +279,7 @@ def _kernel(
     return stored[0], largest[0], begin
 
 
-_least_stored = cast(Callable[..., tuple[Any, Any, Any]], njit(cache=True)(_kernel))
+_least_stored = cast(Callable[..., tuple[Any, Any, Any]], njit(_kernel))
 
 
 def _solution(problem: _Problem, term: float) -> Reforwarding:

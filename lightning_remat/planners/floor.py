@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..graph import Graph
-from ..lowering import reads
 from .gradient_levels import gradient_levels
 
 
@@ -39,7 +38,7 @@ def find_floor(graph: Graph) -> Floor:
     best = Floor(always, 0, "forward")
     held: set[int] = set()
     for n, node in enumerate(graph.nodes):
-        roots = held | {graph.roots[i] for i in (*reads(graph, n), n)}
+        roots = held | {graph.roots[i] for i in (*graph.reads[n], n)}
         alive = sum(graph.nodes[r].output_bytes for r in roots) + node.tape_bytes + node.forward_workspace_bytes
         if always + alive > best.bytes:
             best = Floor(always + alive, n, "forward")

@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..compiled import Small
 from ..graph import Graph
 from ..schedule import Schedule
-from .fast_simulator import NONE, Problem, Small, no_windows, work_for
+from .fast_simulator import NONE, Problem, no_windows, work_for
 from .windows import schedule_of, windows_of
 
 Recipe: TypeAlias = "tuple[Small, Small] | Schedule"

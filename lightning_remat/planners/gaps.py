@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fast_simulator import (
-    NONE,
-    NUM_WINDOWS,
-    OUTPUT,
-    PINNED,
-    ROOT,
-    TAPE,
-    Flags,
-    Floats,
-    Ints,
-    Problem,
-    Small,
-    Work,
-    njit,
-    replay,
-)
+from ..compiled import Flags, Floats, Ints, Small, njit
+from .fast_simulator import NONE, NUM_WINDOWS, OUTPUT, PINNED, ROOT, TAPE, Problem, Work, replay
 
 VALUE, START, END, HELD = range(4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph
 
 
-def gradient_levels(graph: Graph) -> tuple[list[int], list[int]]:
+def gradient_levels(graph: Graph, *, is_released: bool = True) -> tuple[list[int], list[int]]:
     """Bytes of gradients before, and at most during, the backward of each node.
 
     Gradients of activations, parameters and inputs follow from the order of the backwards alone, whatever is kept
@@ -13,12 +13,14 @@ def gradient_levels(graph: Graph) -> tuple[list[int], list[int]]:
 
     Args:
         graph: The operations.
+        is_released: Whether a node's own output and tape end with its backward, as in every schedule after liveness;
+            a backward of several operations lets go of them on the way (`Node.backward_release_bytes`).
 
     Returns:
         Two lists over nodes: the level when the backward of the node starts (0 before the first, since the loss
         makes its gradients with that), and the highest level on the way, parameters and workspace included.
     """
-    levels = _Levels(graph)
+    levels = _Levels(graph, is_released)
     count = len(graph.nodes)
     before, highest = [0] * count, [0] * count
     for n in reversed(range(count)):
@@ -32,8 +34,8 @@ def gradient_levels(graph: Graph) -> tuple[list[int], list[int]]:
 class _Levels:
     """Storages of gradients, shared where an operation passes its gradient on."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, is_released: bool) -> None:
+        self.graph, self.is_released = graph, is_released
         self.alive = 0
         self.storages: list[list[int]] = []  # bytes, holders
         self.gradients: list[list[int]] = [[] for _ in graph.nodes]
@@ -50,9 +52,8 @@ class _Levels:
         if not self.gradients[n]:
             return self.alive
         passed_on = graph.shares_gradient(n)
-        # Own output and tape end with their backward in every schedule after liveness, unless the caller holds them.
         excess = node.backward_excess_bytes(
-            is_released=n not in graph.outputs,
+            is_released=self.is_released and n not in graph.outputs,  # those the caller holds
             is_shared=any(self.storages[s][1] > 1 for s in self.gradients[n]),
         )
         contributions: list[tuple[int, int]] = []

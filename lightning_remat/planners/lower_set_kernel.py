@@ -6,18 +6,11 @@ section 4.2: the lower set, the overhead so far and the memory cached so far. Me
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _njit(function: _Function) -> _Function:
-    """The function, compiled, the machine code kept on disk; its type is unchanged."""
-    return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+from ..compiled import njit
 
 
 class Arcs(NamedTuple):
@@ -36,7 +29,7 @@ class Arcs(NamedTuple):
     start: Any
 
 
-@_njit
+@njit
 def list_arcs(
     words: Any,
     boundary: Any,
@@ -113,7 +106,7 @@ def list_arcs(
     return source[:size].copy(), cached[:size].copy(), overhead[:size].copy(), start
 
 
-@_njit
+@njit
 def least_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any, budget: float) -> Any:
     """For each row the least m of a state that the budget allows; infinite where there is none."""
     count = len(memory)
@@ -129,7 +122,7 @@ def least_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any,
     return least
 
 
-@_njit
+@njit
 def most_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any, budget: float) -> Any:
     """For each row the largest m from which V can be reached within the budget; minus infinity where there is none."""
     count = len(memory)
@@ -143,7 +136,7 @@ def most_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any, 
     return most
 
 
-@_njit
+@njit
 def bounds(
     source: Any,
     cached: Any,
@@ -191,7 +184,7 @@ def bounds(
     return bound
 
 
-@_njit
+@njit
 def fronts(
     source: Any,
     cached: Any,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .fast_simulator import Flags, Floats, Ints, Problem, Small, Work, njit
+from ..compiled import Flags, Floats, Ints, Small, njit
+from .fast_simulator import Problem, Work
 from .gaps import END, HELD, START, excess_of, find_room, list_gaps, try_gaps, with_twins
 
 BATCH = 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..graph import Graph, Node
-from ..lowering import reads
 from .gradient_levels import gradient_levels
 
 
@@ -49,7 +48,7 @@ def coarsen(graph: Graph, groups: list[range]) -> tuple[Graph, tuple[list[int], 
     shared: list[set[int]] = [set() for _ in groups]
     private: list[set[int]] = [set() for _ in groups]
     for k, node in enumerate(graph.nodes):
-        for i in reads(graph, k):
+        for i in graph.reads[k]:
             if home[graph.roots[i]] != home[k]:
                 shared[home[graph.roots[i]]].add(graph.roots[i])
         for i in node.saved:
@@ -70,7 +69,7 @@ def _coarse_node(
 ) -> Node:
     g = home[group.start]
     nodes = [graph.nodes[n] for n in group]
-    inputs = {home[graph.roots[i]] for n in group for i in reads(graph, n)} - {g}
+    inputs = {home[graph.roots[i]] for n in group for i in graph.reads[n]} - {g}
     saved = {
         home[graph.roots[i]] for node in nodes for i in node.saved if graph.roots[i] in shared[home[graph.roots[i]]]
     }
@@ -78,7 +77,7 @@ def _coarse_node(
     tape_bytes = sum(graph.nodes[r].output_bytes for r in private[g] - shared[g]) + sum(n.tape_bytes for n in nodes)
     # The run of the group, with what nothing keeps dropped after its last use.
     kept = shared[g] | private[g]
-    last = {r: max([r, *(n for n in group for i in reads(graph, n) if graph.roots[i] == r)]) for r in group}
+    last = {r: max([r, *(n for n in group for i in graph.reads[n] if graph.roots[i] == r)]) for r in group}
     alive = most = 0
     for n in group:
         node = graph.nodes[n]

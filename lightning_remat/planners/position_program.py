@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..compiled import Floats, Ints, Small, njit
 from ..graph import Graph
-from ..lowering import reads
-from .fast_simulator import BEFORE, HIGHEST, NONE, Floats, Ints, Problem, Small, njit
+from .fast_simulator import BEFORE, HIGHEST, NONE, Problem
 from .windows import last_reads, windows_between
 
 NUM_SLOTS = 300
@@ -166,7 +166,7 @@ def _again(graph: Graph, first: int, choice: set[int], size: dict[int, int]) -> 
         if m in needed:
             continue
         needed.add(m)
-        stack += [i for i in reads(graph, m) if graph.roots[i] >= first and graph.roots[i] not in choice]
+        stack += [i for i in graph.reads[m] if graph.roots[i] >= first and graph.roots[i] not in choice]
     return sum(graph.nodes[m].forward_seconds for m in needed)
 
 

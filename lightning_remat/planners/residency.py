@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..graph import Graph
-from ..lowering import apply_liveness, reads
+from ..lowering import apply_liveness
 from ..schedule import Action, Schedule
 
 
@@ -73,5 +73,5 @@ def _closure(graph: Graph, wanted: set[int], retape: set[int], resident: set[int
         k = stack.pop()
         if k not in needed:
             needed.add(k)
-            stack += [i for i in reads(graph, k) if i not in resident]
+            stack += [i for i in graph.reads[k] if i not in resident]
     return sorted(needed)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
-from ..simulator import simulate
 from .checkmate import plan_checkmate
 from .chen import plan_chen
 from .chen_cheap import plan_chen_cheap
@@ -16,6 +15,7 @@ from .dtr import plan_dtr
 from .family import Candidate
 from .feng import plan_feng
 from .griewank import plan_revolve
+from .judge import Judge
 from .kusumoto import plan_kusumoto_approx, plan_kusumoto_exact
 from .periodic import plan_periodic
 from .rotor import plan_rotor, plan_rotor_floating
@@ -39,18 +39,19 @@ RIVALS: dict[Callable[[Graph, int], Schedule], int] = {
 
 def rival_candidates(graph: Graph) -> Iterator[Candidate]:
     """What the quick planners answer to every budget, each from ample memory down to its lowest peak."""
+    judge = Judge(graph)
     for planner, most_nodes in RIVALS.items():
         if len(graph.nodes) <= most_nodes:
-            yield from _answers(graph, planner)
+            yield from _answers(judge, planner)
 
 
-def _answers(graph: Graph, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:
+def _answers(judge: Judge, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:
     budget_bytes = 1 << 62
     while True:
         try:
-            schedule = planner(graph, budget_bytes)
+            schedule = planner(judge.graph, budget_bytes)
         except InfeasibleBudgetError:
             return
-        found = simulate(graph, schedule)
-        yield Candidate(found.peak_bytes, found.seconds, schedule)
-        budget_bytes = found.peak_bytes - 1
+        peak_bytes, seconds = judge.cost(schedule)
+        yield Candidate(peak_bytes, seconds, schedule)
+        budget_bytes = peak_bytes - 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ..compiled import njit
 from .rotor_memory import all_threshold, move_threshold, rest_row, row
 from .rotor_slots import slots_of
 
@@ -34,7 +34,7 @@ class Table(NamedTuple):
     bounds: NDArray[np.int64]
 
 
-@njit(cache=True)
+@njit
 def value(table: Any, index: int, m: int) -> Any:
     """The makespan that row `index` has at m slots; infinite where nothing fits."""
     if len(table.bounds) == 0:
@@ -44,7 +44,7 @@ def value(table: Any, index: int, m: int) -> Any:
     return table.makespans[lo + position - 1] if position > 0 else np.inf
 
 
-@njit(cache=True)
+@njit
 def walk(p: Any, table: Any, m: int) -> Any:
     """(kinds, stages) of a sequence of the whole chain that fits m slots beyond a^0 and has the table's makespan.
 
@@ -87,7 +87,7 @@ def walk(p: Any, table: Any, m: int) -> Any:
     return kinds[:size], stages[:size]
 
 
-@njit(cache=True)
+@njit
 def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
     """(operation, k, u): how a fastest sequence of state (s, t, last) with m slots begins.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ..compiled import njit
 from .rotor_memory import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
 
 # A step function is (memory ascending, makespan strictly descending): from memory[i] on, the makespan is seconds[i].
 
 
-@njit(cache=True)
+@njit
 def _step_sum(
     first_m: Any, first_c: Any, shift: int, second_m: Any, second_c: Any, seconds: Any, start: int, stop: int
 ) -> Any:
@@ -40,7 +40,7 @@ def _step_sum(
     return out_m[:size], out_c[:size]
 
 
-@njit(cache=True)
+@njit
 def _step_least(first_m: Any, first_c: Any, second_m: Any, second_c: Any) -> Any:
     """The pointwise minimum of two step functions."""
     if len(second_m) == 0:
@@ -65,7 +65,7 @@ def _step_least(first_m: Any, first_c: Any, second_m: Any, second_c: Any) -> Any
     return out_m[:size], out_c[:size]
 
 
-@njit(cache=True)
+@njit
 def fill_fronts(p: Any, memory: int, limit: int) -> Any:
     """(memories, makespans, bounds): row i of the table is the slice bounds[i] : bounds[i + 1] stood in row order.
 

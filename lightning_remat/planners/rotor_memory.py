@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from ..compiled import njit
 
 
-@njit(cache=True)
+@njit
 def row(p: Any, s: int, t: int, last: int) -> Any:
     """The row of state (s, t, l) in a table."""
     return p.state_row[s, t] + last - t
 
 
-@njit(cache=True)
+@njit
 def rest_row(p: Any, s: int, t: int, u: int) -> Any:
     """The row of state (s, t, u - 1) after a kept activation has served the backwards down to u.
 
@@ -23,13 +24,13 @@ def rest_row(p: Any, s: int, t: int, u: int) -> Any:
     return p.num_rows - p.num_stages + s - 1 if u == s + 1 else row(p, s, t, u - 1)
 
 
-@njit(cache=True)
+@njit
 def kept_leaf_threshold(p: Any, s: int) -> Any:
     """Memory for `Fall` and `B` of stage s where a^s is there still."""
     return p.held[s] + p.kept_leaf_peak[s]
 
 
-@njit(cache=True)
+@njit
 def all_threshold(p: Any, s: int, last: int) -> Any:
     """m_all^(s,l) of Theorems 4.7 and 4.8: memory for `Fall` and `B` of stage s, with delta^l held by the former."""
     if s == last:
@@ -37,13 +38,13 @@ def all_threshold(p: Any, s: int, last: int) -> Any:
     return max(p.held[last] + p.fall_peak[s], p.back_peak[s])
 
 
-@njit(cache=True)
+@njit
 def move_threshold(p: Any, s: int, r: int, last: int) -> Any:
     """Memory for `Fn` of stages s to r-1, which drop a^(s-1) and leave a^(r-1) in its place."""
     return p.held[last] + max(p.keep_peak[s], p.tail[s, r - 1] - p.output[s - 1])
 
 
-@njit(cache=True)
+@njit
 def least_memory(p: Any) -> Any:
     """For each row of a table, the least memory with which its state has a sequence.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..compiled import Flags, Small, njit
 from ..graph import Graph
-from ..lowering import reads
+from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, encode, graph_arrays
 from ..schedule import Action, Schedule
-from .fast_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Flags, Problem, Small, Work, no_windows, replay
+from .fast_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Problem, Work, no_windows, replay
 
 
 def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
@@ -30,7 +33,7 @@ def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> S
             if graph.nodes[n].tape_bytes and not tape[n]:
                 ended.append(Action("T", n))
             tape[n] = False
-            used = reads(graph, n)
+            used = graph.reads[n]
         else:
             n = -1 - a
             used = graph.nodes[n].saved
@@ -49,7 +52,7 @@ def last_reads(graph: Graph) -> list[int]:
     """For each root the last node whose run reads its output or a view of it; itself where there is none."""
     last = list(range(len(graph.nodes)))
     for n in range(len(graph.nodes)):
-        for i in reads(graph, n):
+        for i in graph.reads[n]:
             last[graph.roots[i]] = max(last[graph.roots[i]], n)
     return last
 
@@ -79,55 +82,73 @@ def windows_of(graph: Graph, problem: Problem, schedule: Schedule) -> Small:
     Recomputations move to right before the step that needs them. Where a value is absent more often than it may
     have windows, the shortest absences are given up, so that it is held longer.
     """
-    count = len(graph.nodes)
-    steps = 2 * count
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
-    since: dict[int, int] = {}  # value -> step at whose end it was absent first
-    resident = [False] * steps
-    has_run = [False] * count
-    step = -1
-    changed: set[int] = set()
-    members: list[list[int]] = [[] for _ in range(count)]
-    for n, root in enumerate(graph.roots):
-        members[root].append(n)
-
-    def settle() -> None:
-        for v in {graph.roots[v] if v < count else v for v in changed}:
-            if resident[v] or (v < count and any(resident[m] for m in members[v])):
-                if v in since:
-                    spans[v].append((since.pop(v), step))
-            else:
-                since.setdefault(v, step)
-        changed.clear()
-
-    is_settled = True
-    for kind, n in schedule.actions:
-        if kind in "FB":
-            if not is_settled:  # the first run after a step's own action belongs to the next step
-                settle()
-                is_settled = True
-            if kind == "B" or not has_run[n]:
-                step += 1
-                is_settled = False
-                has_run[n] = True
-        if kind == "F":
-            resident[n] = resident[count + n] = True
-            changed.update((n, count + n))
-        elif kind == "D":
-            resident[n] = False
-            changed.add(n)
-        elif kind == "T":
-            resident[count + n] = False
-            changed.add(count + n)
-    for v, start in since.items():
-        spans[v].append((start, steps))
+    arrays = graph_arrays(graph)
+    is_free = np.concatenate([(arrays.base < 0) & (problem.nodes[:, PINNED] == 0), arrays.tape_bytes > 0])
     windows = no_windows(problem)
-    for v in range(steps):
-        if v < count and graph.roots[v] != v:
-            continue
-        if (v < count and problem.nodes[v, PINNED]) or (v >= count and not graph.nodes[v - count].tape_bytes):
-            continue
-        longest = sorted(spans[v], key=lambda s: s[0] - s[1])[:NUM_WINDOWS]
-        for k, (start, end) in enumerate(sorted(longest)):
-            windows[v, k] = start, end if end < steps else NONE
+    _fill(arrays, encode(graph, schedule), is_free, windows)
     return windows
+
+
+@njit
+def _fill(arrays: GraphArrays, codes: Small, is_free: Flags, windows: Small) -> None:
+    """Writes the longest absences of each value that may have windows."""
+    value, start, end = _absences(arrays, codes)
+    steps = len(is_free)
+    lengths = np.where(end == NONE, steps, end) - start
+    taken = np.zeros(steps, np.int64)
+    for k in np.argsort(-lengths, kind="mergesort"):
+        v = value[k]
+        if is_free[v] and taken[v] < NUM_WINDOWS:
+            windows[v, taken[v]] = start[k], end[k]
+            taken[v] += 1
+    for v in range(steps):
+        if taken[v] > 1:
+            windows[v] = windows[v][np.argsort(windows[v, :, 0], kind="mergesort")]
+
+
+@njit
+def _absences(arrays: GraphArrays, codes: Small) -> tuple[Small, Small, Small]:
+    """Values, and the steps at whose end they are absent first and present again; of views only their storage."""
+    count = len(arrays.root)
+    value = np.empty(len(codes) + 2 * count, np.int32)
+    start, end = np.empty_like(value), np.empty_like(value)
+    found = 0
+    resident, has_run = np.zeros(2 * count, np.bool_), np.zeros(count, np.bool_)
+    holders = np.zeros(2 * count, np.int32)  # resident outputs in the storage of a root; whether a tape is
+    since = np.full(2 * count, -1, np.int32)
+    changed = np.empty(2 * len(codes), np.int32)
+    num_changed = 0
+    step, is_settled = -1, True
+    for at in range(len(codes)):
+        n, kind = codes[at] >> 2, codes[at] & 3
+        # The first run after a step's own action belongs to the next step.
+        if not is_settled and kind <= BACKWARD:
+            for k in range(num_changed):
+                v = changed[k]
+                if holders[v] > 0 and since[v] >= 0:
+                    value[found], start[found], end[found] = v, since[v], step
+                    found += 1
+                    since[v] = -1
+                elif holders[v] == 0 and since[v] < 0:
+                    since[v] = step
+            num_changed = 0
+            is_settled = True
+        if kind == BACKWARD or (kind == RUN and not has_run[n]):
+            step += 1
+            is_settled = False
+            has_run[n] = True
+        if kind == BACKWARD:
+            continue
+        for v in (n, count + n):
+            if (kind == DISCARD and v != n) or (kind == DISCARD_TAPE and v == n) or resident[v] == (kind == RUN):
+                continue
+            home = arrays.root[n] if v == n else v
+            resident[v] = kind == RUN
+            holders[home] += 1 if kind == RUN else -1
+            changed[num_changed] = home
+            num_changed += 1
+    for v in range(2 * count):
+        if since[v] >= 0:
+            value[found], start[found], end[found] = v, since[v], NONE
+            found += 1
+    return value[:found], start[:found], end[:found]

@@ -1,6 +1,7 @@
 """Random graphs of operations with every rule of the memory model in them, and chains to compare with by hand."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -44,3 +45,20 @@ def relu_chain(length: int, output_bytes: int = 100) -> Graph:
     """Equal operations in a row, each of which saves its own output."""
     cost = {"output_bytes": output_bytes, "forward_seconds": 1.0, "backward_seconds": 2.0}
     return Graph(tuple(Node(f"relu{i}", "relu", (i - 1,) if i else (), (i,), **cost) for i in range(length)))
+
+
+def varied(graph: Graph, rng: random.Random) -> Graph:
+    """Some gradients of their own size or none at all, tuples and gradients of inputs."""
+    nodes = [
+        replace(
+            node,
+            gradient_bytes=rng.choice([None, None, None, 0, rng.randrange(12)]),
+            num_outputs=rng.choice([1, 1, 1, 2]),
+            input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
+            backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            backward_shared_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
+        )
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=tuple(nodes))
