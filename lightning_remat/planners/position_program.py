@@ -222,6 +222,8 @@ class Program:
         self.absent = windows_between(graph, problem, nothing, nothing, 2 * len(graph.nodes))
         self.unit = max(1, -(-(most_bytes - problem.fixed_bytes) // NUM_SLOTS))
         self._answers: dict[int, Small] = {}
+        self._crossers: list[Small] = [np.array(values, np.int32) for values in blocks.crossers]
+        self._held: list[list[Small]] = [[np.array(sorted(c), np.int32) for c in block] for block in blocks.held]
 
         def slots(sizes: Ints) -> Ints:
             return (sizes + self.unit // 2) // self.unit  # a model: to the nearest, the simulator decides
@@ -258,7 +260,7 @@ class Program:
                     stack.append((i + 1, j, m - size, since))
             else:
                 k = -chosen
-                self._hold(windows, [v for v in self.blocks.crossers[k] if v > self.blocks.position[i]], since)
+                _hold(windows, self._crossers[k], self.blocks.position[i] + 1, since)
                 size = (int(self.blocks.crossing[i, k]) + self.unit // 2) // self.unit
                 stack.append((k, j, m - size, since))
                 stack.append((i, k, m, 2 * len(self.graph.nodes) - 1 - self.blocks.position[k]))
@@ -269,16 +271,19 @@ class Program:
         first, last = self.blocks.position[b] + 1, self.blocks.position[b + 1]
         count = len(self.graph.nodes)
         begin = 2 * count - 1 - last
-        self._hold(windows, [v for v in self.blocks.crossers[b + 1] if v >= first], since)
-        self._hold(windows, self.blocks.held[b][chosen], since)
-        self._hold(windows, self.blocks.held[b][0], begin)
+        _hold(windows, self._crossers[b + 1], first, since)
+        _hold(windows, self._held[b][chosen], first, since)
+        _hold(windows, self._held[b][0], first, begin)
 
-    def _hold(self, windows: Small, values: list[int] | set[int], since: int) -> None:
-        for v in values:
-            start, end = windows[v, 0]
-            if start == NONE or since >= end:
-                continue
-            if since <= start:
-                windows[v, 0] = NONE
-            else:
-                windows[v, 0, 1] = since
+
+@njit
+def _hold(windows: Small, values: Small, first: int, since: int) -> None:
+    """Ends the absence of those of the values that are made at node `first` or later at step `since`."""
+    for v in values:
+        start, end = windows[v, 0]
+        if v < first or start == NONE or since >= end:
+            continue
+        if since <= start:
+            windows[v, 0] = NONE
+        else:
+            windows[v, 0, 1] = since
