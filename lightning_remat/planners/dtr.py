@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -53,6 +52,5 @@ def _family(graph: Graph) -> tuple[Candidate, ...]:
     # Denser where memory is short; below `low` no backward fits.
     shares: list[float] = (np.linspace(0.0, 1.0, _NUM_LIMITS) ** 1.5).tolist()
     limits = [low + int(share * (top - low)) for share in shares]
-    with ThreadPoolExecutor() as threads:  # compiled code, which runs beside other threads
-        attempts = threads.map(partial(evict, step, most_runs=_MOST_RUNS * len(graph.nodes)), limits)
-        return trade_off(graph, [plain, *(with_liveness(graph, found) for found in attempts if found is not None)])
+    attempts = (evict(step, limit, _MOST_RUNS * len(graph.nodes)) for limit in limits)
+    return trade_off(graph, [plain, *(with_liveness(graph, found) for found in attempts if found is not None)])

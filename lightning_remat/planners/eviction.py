@@ -128,38 +128,47 @@ def _neighborhood_seconds(step: Any, state: Any, node: int) -> float:
 
 
 @njit
-def _score(step: Any, state: Any, node: int, weight: float, least: float) -> float:
-    """Neighborhood seconds over the weight; infinite where the node's own seconds already make it no less than that."""
-    if step.seconds[node] / weight >= least:
-        return np.inf
-    return _neighborhood_seconds(step, state, node) / weight
+def _weight(step: Any, state: Any, v: int, is_tape: bool, busy: int) -> float:
+    """Size times staleness of an output or tape, or 0 where there is nothing to evict."""
+    if is_tape:
+        is_evictable = state.tape[v] and v != state.number[_TAPE] and v != busy
+        size = step.tape_bytes[v]
+    else:
+        is_evictable = state.output[v] and step.roots[v] == v and state.locks[v] == 0
+        size = step.output_bytes[v]
+    return size * (state.clock[0] - state.used[v, int(is_tape)] + _INSTANT) if is_evictable else 0.0
 
 
 @njit
 def _make_room(step: Any, state: Any, need_bytes: int, busy: int) -> bool:
     """Evicts until no more than `need_bytes` are alive; False where nothing is left to evict.
 
-    The tape of `busy`, which is about to run, stays.
+    The tape of `busy`, which is about to run, stays. A value's own seconds bound its cost from below, which spares
+    the search of most neighborhoods.
     """
     while state.number[_ALIVE] > need_bytes:
-        best, is_tape, least = -1, False, np.inf
+        first, least = -1, np.inf
         for v in range(len(step.roots)):
-            if state.output[v] and step.roots[v] == v and state.locks[v] == 0 and step.output_bytes[v] > 0:
-                weight = step.output_bytes[v] * (state.clock[0] - state.used[v, 0] + _INSTANT)
-                score = _score(step, state, v, weight, least)
-                if score < least:
-                    best, is_tape, least = v, False, score
-            if state.tape[v] and v != state.number[_TAPE] and v != busy:
-                weight = step.tape_bytes[v] * (state.clock[0] - state.used[v, 1] + _INSTANT)
-                score = _score(step, state, v, weight, least)
-                if score < least:
-                    best, is_tape, least = v, True, score
-        if best < 0:
+            for is_tape in (False, True):
+                weight = _weight(step, state, v, is_tape, busy)
+                if weight > 0 and step.seconds[v] / weight < least:
+                    first, least = 2 * v + int(is_tape), step.seconds[v] / weight
+        if first < 0:
             return False
-        if is_tape:
-            _drop_tape(step, state, best)
+        weight = _weight(step, state, first >> 1, first & 1 == 1, busy)
+        enough = _neighborhood_seconds(step, state, first >> 1) / weight
+        best, least = -1, np.inf
+        for v in range(len(step.roots)):
+            for is_tape in (False, True):
+                weight = _weight(step, state, v, is_tape, busy)
+                if weight > 0 and step.seconds[v] / weight <= enough:
+                    score = _neighborhood_seconds(step, state, v) / weight
+                    if score < least:
+                        best, least = 2 * v + int(is_tape), score
+        if best & 1:
+            _drop_tape(step, state, best >> 1)
         else:
-            _drop_output(step, state, best)
+            _drop_output(step, state, best >> 1)
     return True
 
 
