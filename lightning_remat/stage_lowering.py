@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
+
+import numpy as np
 
 from .chain import ChainSequence
+from .compiled import Small, njit
 from .graph import Graph
-from .lowering import apply_liveness, missing
-from .schedule import Action, Schedule
+from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
+from .lowering import missing, with_liveness
+from .schedule import Schedule
 from .stages import GraphStage
 
-
-class _Event(NamedTuple):
-    """An action, and the residency (of an output, of a tape) that it begins or ends; -1 for none."""
-
-    action: Action
-    output: int = -1
-    tape: int = -1
+_Event: TypeAlias = tuple[int, int, int]
+"""An action as a number, and the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ def lower_sequence(graph: Graph, stages: tuple[GraphStage, ...], sequence: Chain
                 wanted |= frozenset(stages[k - 1].exit)
             wanted |= held.intersection(stages[k - 1].nodes)
             _discard(stages[k - 1], memory, events, wanted, keeps_tapes=k in kept_tapes)
-    return apply_liveness(graph, Schedule(tuple(e.action for e in _without_waste(graph, events))))
+    return with_liveness(graph, _without_waste(graph_arrays(graph), np.array(events, np.int32)))
 
 
 def _run(graph: Graph, stage: GraphStage, memory: _Memory, events: list[_Event], *, with_tapes: bool) -> None:
@@ -99,7 +98,7 @@ def _run_backward(graph: Graph, stage: GraphStage, memory: _Memory, events: list
     for n in reversed(stage.nodes):
         for m in missing(graph, n, memory.outputs, memory.tapes):
             _run_node(graph, m, memory, events)
-        events.append(_Event(Action("B", n)))
+        events.append((4 * n + BACKWARD, -1, -1))
 
 
 def _run_node(graph: Graph, n: int, memory: _Memory, events: list[_Event]) -> None:
@@ -108,7 +107,7 @@ def _run_node(graph: Graph, n: int, memory: _Memory, events: list[_Event]) -> No
         output = memory.outputs[n] = memory.begin()
     if graph.nodes[n].tape_bytes and n not in memory.tapes:
         tape = memory.tapes[n] = memory.begin()
-    events.append(_Event(Action("F", n), output, tape))
+    events.append((4 * n + RUN, output, tape))
 
 
 def _discard(
@@ -116,40 +115,46 @@ def _discard(
 ) -> None:
     for n in stage.nodes:
         if n in memory.outputs and n not in wanted:
-            events.append(_Event(Action("D", n), output=memory.outputs.pop(n)))
+            events.append((4 * n + DISCARD, memory.outputs.pop(n), -1))
         if n in memory.tapes and not keeps_tapes:
-            events.append(_Event(Action("T", n), tape=memory.tapes.pop(n)))
+            events.append((4 * n + DISCARD_TAPE, -1, memory.tapes.pop(n)))
 
 
-def _without_waste(graph: Graph, events: list[_Event]) -> list[_Event]:
-    """The events without the recomputations that nothing reads, and without the discards of what those made."""
-    first_run: dict[int, int] = {}
-    for position, event in enumerate(events):
-        if event.action.kind == "F":
-            first_run.setdefault(event.action.node, position)
+@njit
+def _without_waste(arrays: GraphArrays, events: Small) -> Small:
+    """The actions without the recomputations that nothing reads, and without the discards of what those made."""
+    count = len(arrays.root)
+    first_run = np.full(count, -1)
+    for position in range(len(events)):
+        n, kind = events[position, 0] >> 2, events[position, 0] & 3
+        if kind == RUN and first_run[n] < 0:
+            first_run[n] = position
     # Backwards through the events: the residency of each node that is current there, and those that are read.
-    outputs: dict[int, int] = {}
-    tapes: dict[int, int] = {}
-    used: set[int] = set()
-    dropped: set[int] = set()
-    kept: list[_Event] = []
+    outputs, tapes = np.full(count, -1), np.full(count, -1)
+    is_used = np.zeros(events[:, 1:].max() + 2, np.bool_)  # the last place stands for none
+    is_dropped = np.zeros_like(is_used)
+    is_kept = np.ones(len(events), np.bool_)
     for position in range(len(events) - 1, -1, -1):
-        event = events[position]
-        kind, n = event.action
-        if kind == "D":
-            outputs[n] = event.output
-        elif kind == "T":
-            tapes[n] = event.tape
-        elif kind == "B":
-            used.update(outputs[i] for i in graph.nodes[n].saved)
-            if graph.nodes[n].tape_bytes:
-                used.add(tapes[n])
+        code, output, tape = events[position]
+        n, kind = code >> 2, code & 3
+        if kind == DISCARD:
+            outputs[n] = output
+        elif kind == DISCARD_TAPE:
+            tapes[n] = tape
+        elif kind == BACKWARD:
+            for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                is_used[outputs[arrays.saved[k]]] = True
+            if arrays.tape_bytes[n] > 0:
+                is_used[tapes[n]] = True
+        elif first_run[n] != position and not (is_used[output] and output >= 0) and not (is_used[tape] and tape >= 0):
+            is_dropped[output] = is_dropped[tape] = True
+            is_kept[position] = False
         else:
-            made = {event.output, event.tape} - {-1}
-            if first_run[n] != position and not made & used:
-                dropped |= made
-                continue
-            used.update(outputs[i] for i in graph.reads[n])
-        kept.append(event)
-    kept.reverse()
-    return [e for e in kept if e.action.kind in "FB" or not {e.output, e.tape} & dropped]
+            for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
+                is_used[outputs[arrays.read[k]]] = True
+    is_dropped[-1] = False
+    for position in range(len(events)):
+        code, output, tape = events[position]
+        if code & 3 > BACKWARD and (is_dropped[output] or is_dropped[tape]):
+            is_kept[position] = False
+    return events[is_kept, 0].copy()

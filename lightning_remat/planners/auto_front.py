@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -11,12 +11,13 @@ import numpy as np
 from ..compiled import Small
 from ..graph import Graph
 from .descent import Search, State
+from .family import Candidate
 from .fast_simulator import pack
 from .floor import find_floor
 from .front import Front
 from .position_program import Program
 from .progress import SearchProgress
-from .rivals import rival_candidates
+from .rivals import deep_candidates, rival_candidates
 from .time_bound import TimeBound
 from .windows import windows_between, windows_of
 
@@ -29,6 +30,11 @@ ACTIONS_PER_EFFORT = 70_000_000
 """Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
 
 USUAL_NODES = 1200
+
+DEEP_NODES = 700
+"""In larger graphs the lowest peaks are out of reach of the local search."""
+
+NUM_DEEP = 6
 
 MAX_IDLE_ROUNDS = 6
 
@@ -91,6 +97,8 @@ def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
     with SearchProgress(f"planning {len(graph.nodes)} operations") as progress:
         builder = FrontBuilder(graph, progress, effort * (SHARE_AFTER_A_RELATIVE if relative else 1.0))
         builder.meet_rivals()
+        if len(graph.nodes) > DEEP_NODES:
+            builder.meet_deep_rivals()
         if relative:
             builder.meet_relative(relative)
         builder.find_lowest()
@@ -115,7 +123,17 @@ class FrontBuilder:
 
     def meet_rivals(self) -> None:
         """Takes in what other planners answer, so that none of those is faster or lower at any budget."""
-        for number, (peak, seconds, schedule) in enumerate(rival_candidates(self.graph)):
+        self._meet(rival_candidates(self.graph))
+
+    def meet_deep_rivals(self) -> None:
+        """The same for some budgets from the lowest peak so far down to the bound."""
+        span = self.front.peaks[0] - self.bound
+        self._meet(
+            deep_candidates(self.graph, [self.bound + span * k // NUM_DEEP for k in range(NUM_DEEP - 1, -1, -1)])
+        )
+
+    def _meet(self, candidates: Iterable[Candidate]) -> None:
+        for number, (peak, seconds, schedule) in enumerate(candidates):
             self._tell(1 - 1 / (1 + number / 100), "other planners")
             if self._is_news(peak, seconds):
                 self.search.replay(windows_of(self.graph, self.problem, schedule))

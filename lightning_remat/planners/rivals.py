@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
@@ -43,6 +43,17 @@ def rival_candidates(graph: Graph) -> Iterator[Candidate]:
     for planner, most_nodes in RIVALS.items():
         if len(graph.nodes) <= most_nodes:
             yield from _answers(judge, planner)
+
+
+def deep_candidates(graph: Graph, budgets_bytes: Iterable[int]) -> Iterator[Candidate]:
+    """What rotor answers to some budgets: on the long chain of a deep graph it goes where no local search leads."""
+    judge = Judge(graph)
+    for budget_bytes in budgets_bytes:
+        try:
+            schedule = plan_rotor(graph, budget_bytes)
+        except InfeasibleBudgetError:
+            return
+        yield Candidate(*judge.cost(schedule), schedule)
 
 
 def _answers(judge: Judge, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:

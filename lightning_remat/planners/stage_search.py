@@ -15,6 +15,7 @@ from ..simulator import simulate
 from ..stage_lowering import lower_sequence
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
 from .family import fastest_that_fits, infeasible, trade_off
+from .judge import Cost, Judge
 from .rotor_memory import least_memory
 from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory
 from .rotor_solver import Steps, Table, front_table, keep_all_sequence, slot_table, steps_at, to_sequence
@@ -78,7 +79,7 @@ def plan_stages(
         for family in group:
             optima = _optima(graph, family, slots)
             for index in _near(optima, budget_bytes):
-                peak_bytes, seconds = optima.judge(index)
+                peak_bytes, seconds = optima.cost(index)
                 lowest.append((peak_bytes, optima, index))
                 if peak_bytes <= budget_bytes:
                     answers.append((seconds, peak_bytes, optima, index))
@@ -99,14 +100,16 @@ class _Optima:
         stages: Its stages.
         steps: Each sequence but the last.
         ample: The last sequence.
-        judged: Simulated peak and seconds of those that were asked for.
+        judge: Of the graph.
+        costs: Those of the sequences that were asked for.
     """
 
     graph: Graph
     stages: tuple[GraphStage, ...]
     steps: tuple[Steps, ...]
     ample: ChainSequence
-    judged: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    judge: Judge
+    costs: dict[int, Cost] = field(default_factory=dict[int, Cost])
 
     @property
     def last(self) -> int:
@@ -118,12 +121,11 @@ class _Optima:
         sequence = self.ample if index == self.last else to_sequence(self.steps[index])
         return lower_sequence(self.graph, self.stages, sequence)
 
-    def judge(self, index: int) -> tuple[int, float]:
-        """Simulated peak in bytes and seconds of a sequence."""
-        if index not in self.judged:
-            simulation = simulate(self.graph, self.schedule(index))
-            self.judged[index] = simulation.peak_bytes, simulation.seconds
-        return self.judged[index]
+    def cost(self, index: int) -> Cost:
+        """Simulated peak and seconds of a sequence."""
+        if index not in self.costs:
+            self.costs[index] = self.judge.cost(self.schedule(index))
+        return self.costs[index]
 
 
 @lru_cache(maxsize=8)
@@ -132,7 +134,7 @@ def _optima(graph: Graph, family: SubFamily, slots: int) -> _Optima:
     problem = stage_problem(graph, stages, figures, family)
     table, memories = makespans_by_memory(problem, slots)
     steps = tuple(steps_at(problem, table, memory) for memory in memories)
-    return _Optima(graph, stages, steps, keep_all_sequence(problem))
+    return _Optima(graph, stages, steps, keep_all_sequence(problem), Judge(graph))
 
 
 @lru_cache(maxsize=4)
@@ -146,7 +148,7 @@ def _near(optima: _Optima, budget_bytes: int) -> set[int]:
     last = optima.last
 
     def peak(index: int) -> int:
-        return optima.judge(index)[0]
+        return optima.cost(index).peak_bytes
 
     # What is judged whatever the budget decides whether there is an answer: so the least budget with one is exact.
     spread = np.linspace(0, last, _NUM_SPREAD).round().astype(int).tolist()

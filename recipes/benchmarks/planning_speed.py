@@ -3,6 +3,7 @@
     python recipes/benchmarks/planning_speed.py                  # all
     python recipes/benchmarks/planning_speed.py rotor feng --networks resnet50 densenet201
     python recipes/benchmarks/planning_speed.py --first-calls    # also what compiling the kernels takes, once
+    python recipes/benchmarks/planning_speed.py --output recipes/results/planning_speed.md
 
 The printed seconds, with their place in the papers, are in `planning_seconds.csv`. Each method is timed twice: on its
 paper's own abstract problem, and as a planner that searches for the true peak. CPU seconds count, of one thread and
@@ -44,6 +45,7 @@ from lightning_remat.planners.storage_graph import merge_views
 from lightning_remat.stages import cut_stages, stage_figures, to_chain
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
 from papers.feng2018 import pairwise
+from papers.sheets import Sheet
 
 PUBLISHED = Path(__file__).with_name("planning_seconds.csv")
 PREACTIVATED = {"resnet200": imagenet_resnet, "resnet1001": cifar_resnet}
@@ -226,20 +228,22 @@ def main() -> None:
     parser.add_argument("planners", nargs="*", default=list(PLANNERS), help=f"of {', '.join(PLANNERS)}")
     parser.add_argument("--networks", nargs="+", help="of the csv; all by default")
     parser.add_argument("--first-calls", action="store_true", help="time the compilation of the kernels")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     options = parser.parse_args()
     planners: list[str] = options.planners
     torch.set_num_threads(1)
-    console = Console(width=150)
     if options.first_calls:
         first = Table("planner", "kernels compiled", "from the cache", title="first call in a process [s]")
         for planner, seconds in first_calls(planners).items():
             first.add_row(planner, *(f"{each:.2f}" for each in seconds))
-        console.print(first)
+        Console().print(first)
     for planner in planners:  # loads the kernels
         plan(small_graph(), 1000, planner)
 
-    title = "planning time: CPU seconds (wall), kernels in the cache"
-    table = Table("planner", "network", "paper's", "where", "alone", "as planner", "limit", "found", title=title)
+    title = "Planning time: CPU seconds (wall), kernels in the cache"
+    sheet = Sheet(
+        "planning_speed", title, ["planner", "network", "paper's", "where", "alone", "as planner", "limit", "found"]
+    )
     missed: list[str] = []
     for row in published(planners):
         if options.networks and row.network not in options.networks:
@@ -247,17 +251,22 @@ def main() -> None:
         graph = graph_of(row.network)
         alone = list(ABSTRACT[row.planner](row, graph)) if row.planner in ABSTRACT else []
         planned = as_planner(row.planner, graph)
-        limit = f"{row.limit_seconds:g}" if row.limit_seconds else ""
         for name, each in alone:
-            table.add_row(row.planner, name, row.seconds, row.place, str(each), "", limit, each.found)
-        table.add_row(row.planner, row.network, row.seconds, row.place, "", str(planned), limit, planned.found)
+            sheet.rows.append((row.planner, name, row.seconds, row.place, each, None, row.limit_seconds, each.found))
+        sheet.rows.append(
+            (row.planner, row.network, row.seconds, row.place, None, planned, row.limit_seconds, planned.found)
+        )
         taken = max(each.cpu_seconds for each in (planned, *(one for _, one in alone)))
         if row.limit_seconds and taken > row.limit_seconds:
             missed.append(f"{row.planner} on {row.network}: {taken:.2f} s")
-    console.print(table)
+    sheet.note = f"Over the limit: {'; '.join(missed)}." if missed else "All within their limits."
+    sheet.show()
+    if options.output:
+        made = f"Made by `python recipes/benchmarks/planning_speed.py`, torch {torch.__version__}, one thread."
+        options.output.write_text(f"{sheet.markdown()}\n\n{made}\n")
     if missed:
-        raise SystemExit(f"over the limit: {'; '.join(missed)}")
-    console.print("all within their limits")
+        raise SystemExit(sheet.note)
+    Console().print(sheet.note)
 
 
 if __name__ == "__main__":
