@@ -1,7 +1,7 @@
 """`auto`: never slower than the others, monotone, deterministic, and exact about its floor."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,9 +11,12 @@ from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
 from lightning_remat.lowering import lower_kept
+from lightning_remat.planners import auto_front, rivals
 from lightning_remat.planners.auto import plan_auto
 from lightning_remat.planners.auto_front import FRONTS
+from lightning_remat.planners.chen_recursive import plan_chen_recursive
 from lightning_remat.planners.floor import find_floor
+from lightning_remat.planners.rotor import plan_rotor
 from lightning_remat.schedule import Action
 
 SMALL = 0.02  # effort
@@ -197,3 +200,22 @@ def test_an_empty_graph_has_an_empty_schedule() -> None:
 def test_is_the_default_planner() -> None:
     graph = convolutions(4)
     assert plan(graph, 10_000, effort=SMALL).planner == "auto"
+
+
+@pytest.mark.parametrize(("planner", "most_stages"), [(plan_rotor, 350), (plan_chen_recursive, 10)])
+def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
+    planner: Callable[[Graph, int], Schedule], most_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = convolutions()
+    with pytest.raises(InfeasibleBudgetError) as error:
+        planner(graph, 0)
+    monkeypatch.setattr(rivals, "MOST_STAGES", most_stages)
+    lowest = [candidate.peak_bytes for candidate in rivals.deep_candidates(graph, [2000, 0])][-1]
+    assert lowest == error.value.minimum_bytes
+    monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
+    monkeypatch.setattr(auto_front.FrontBuilder, "meet_rivals", lambda builder: builder._meet([]))
+    FRONTS.forget()
+    with pytest.raises(InfeasibleBudgetError) as error:
+        plan_auto(graph, 0, effort=SMALL)
+    assert error.value.minimum_bytes <= lowest
+    FRONTS.forget()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
 from ..schedule import Schedule
+from ..stages import cut_stages
 from .checkmate import plan_checkmate
 from .chen import plan_chen
 from .chen_cheap import plan_chen_cheap
@@ -36,6 +37,9 @@ RIVALS: dict[Callable[[Graph, int], Schedule], int] = {
 }
 """Planner → the most nodes of a graph that it answers quickly, for what its answers are worth."""
 
+MOST_STAGES = 350
+"""Of a chain that rotor solves in some seconds; its time grows with the cube."""
+
 
 def rival_candidates(graph: Graph) -> Iterator[Candidate]:
     """What the quick planners answer to every budget, each from ample memory down to its lowest peak."""
@@ -46,12 +50,18 @@ def rival_candidates(graph: Graph) -> Iterator[Candidate]:
 
 
 def deep_candidates(graph: Graph, budgets_bytes: Iterable[int]) -> Iterator[Candidate]:
-    """What rotor answers to some budgets: on the long chain of a deep graph it goes where no local search leads."""
+    """What a planner for long chains answers to falling budgets and at its lowest peak.
+
+    It goes where no local search leads: `rotor`, or the recursion where the chain is too long for its tables.
+    """
     judge = Judge(graph)
+    planner = plan_rotor if len(cut_stages(graph)) <= MOST_STAGES else plan_chen_recursive
     for budget_bytes in budgets_bytes:
         try:
-            schedule = plan_rotor(graph, budget_bytes)
-        except InfeasibleBudgetError:
+            schedule = planner(graph, budget_bytes)
+        except InfeasibleBudgetError as error:
+            schedule = planner(graph, int(error.minimum_bytes))
+            yield Candidate(*judge.cost(schedule), schedule)
             return
         yield Candidate(*judge.cost(schedule), schedule)
 
