@@ -139,11 +139,10 @@ def stage_figures(graph: Graph, stage: GraphStage) -> StageFigures:
     source = held.union(range(first))
 
     everything = lower_kept(free, range(len(free.nodes)))
-    timeline = simulate(free, everything).memory_bytes
-    moves = list(zip(everything.actions, timeline, strict=True))
+    plain = simulate(free, everything)
+    moves = list(zip(everything.actions, plain.memory_bytes, strict=True))
     fall_peak = max(m for a, m in moves if a.kind == "F" and a.node in own)
     back_peak = max(m for a, m in moves if a.kind == "B" and a.node in own)
-    seconds = simulate(free, everything).seconds
 
     gradient = sum(graph.gradient_bytes(n) for n in stage.exit)
     leaf_peak, leaf_seconds = _recomputation(free, source, own, gradient)
@@ -175,7 +174,7 @@ def stage_figures(graph: Graph, stage: GraphStage) -> StageFigures:
         forward_seconds=forward_seconds,
         leaf_seconds=leaf_seconds,
         kept_leaf_seconds=kept_leaf_seconds,
-        backward_seconds=seconds - forward_seconds,
+        backward_seconds=plain.seconds - forward_seconds,
     )
 
 
