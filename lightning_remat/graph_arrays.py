@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -63,14 +64,17 @@ def rows(lists: Iterable[Iterable[int]]) -> tuple[Small, Small]:
 
 _actions: list[Action] = []
 _codes: dict[Action, int] = {}
+_growing = threading.Lock()
 
 
 def _know(num_nodes: int) -> None:
-    for n in range(len(_actions) // 4, num_nodes):
-        for kind in KINDS:
-            action = Action(kind, n)
-            _codes[action] = len(_actions)
-            _actions.append(action)
+    """Lets the tables reach to that many nodes."""
+    with _growing:
+        for n in range(len(_actions) // 4, num_nodes):
+            for kind in KINDS:
+                action = Action(kind, n)
+                _codes[action] = len(_actions)
+                _actions.append(action)
 
 
 def encode(graph: Graph, schedule: Schedule) -> Small:
