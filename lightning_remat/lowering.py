@@ -65,7 +65,7 @@ def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[in
 
 def _flags(graph: Graph, indices: Collection[int]) -> Flags:
     flags = np.zeros(len(graph.nodes), np.bool_)
-    flags[list(indices)] = True
+    flags[[n for n in indices if 0 <= n < len(flags)]] = True
     return flags
 
 

@@ -55,7 +55,10 @@ def test_profile_with_scratch_predicts_what_a_step_takes(monkeypatch: pytest.Mon
         net(x).sum().backward()
 
     step()
-    net.zero_grad()
-    with measure_peak(include=[net, x], with_scratch=True) as measured:
-        step()
-    assert measured.peak_bytes == pytest.approx(predicted, rel=0.15)
+    peaks: list[int] = []
+    for _ in range(3):  # other threads of the process may take memory meanwhile
+        net.zero_grad()
+        with measure_peak(include=[net, x], with_scratch=True) as measured:
+            step()
+        peaks.append(measured.peak_bytes)
+    assert min(peaks) == pytest.approx(predicted, rel=0.15)
