@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from lightning_remat import Graph, InfeasibleBudgetError, Node, simulate
@@ -79,6 +82,23 @@ def test_plan_stays_within_the_budget_of_the_whole_step(keys: tuple[str, ...], p
     assert step.predicted_peak_bytes <= 1000 + int(part * whole)
     assert (step.num_recomputed == 0) == (part == 1.0)
     assert step.plain_peak_bytes == 1000 + whole
+
+
+def test_every_budget_above_the_lowest_peak_can_be_met() -> None:
+    rng = random.Random(0)
+    nodes = [
+        replace(node, output_bytes=rng.randrange(90, 110), parameter_bytes=rng.randrange(5, 60))
+        for node in chain(30).nodes
+    ]
+    graphs = {"net": replace(chain(30), nodes=tuple(nodes))}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_step(("net",), graphs, 1, "chen_cheap", AROUND)
+    for budget in range(int(caught.value.minimum_bytes), plain_step_bytes(graphs), 3):
+        assert plan_step(("net",), graphs, budget, "chen_cheap", AROUND).predicted_peak_bytes <= budget
+
+
+def plain_step_bytes(graphs: dict[str, Graph]) -> int:
+    return step_timeline([plain(key, graph) for key, graph in graphs.items()], AROUND).peak_bytes
 
 
 def test_infeasible_names_the_least_budget_and_it_suffices() -> None:
