@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from .compiled import Flags, Small, njit
+from .compiled import Flags, Ints, Small, njit
 from .graph import Graph
 from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
 from .schedule import Schedule
@@ -70,56 +70,72 @@ def _flags(graph: Graph, indices: Collection[int]) -> Flags:
 
 
 @njit
-def _keep(arrays: GraphArrays, outputs: Flags, tapes: Flags) -> Small:
+def mark_missing(arrays: GraphArrays, n: int, outputs: Ints, tapes: Ints, is_needed: Flags) -> tuple[int, int]:
+    """Marks the nodes to run before the backward of `n`; the lowest and the highest of them, the lowest above if none.
+
+    Values of `outputs` and `tapes` are below 0 where nothing is resident.
+    """
+    highest, pending = -1, 0
+    for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+        i = arrays.saved[k]
+        if outputs[i] < 0 and not is_needed[i]:
+            is_needed[i] = True
+            pending += 1
+            highest = max(highest, i)
+    if arrays.tape_bytes[n] > 0 and tapes[n] < 0 and not is_needed[n]:
+        is_needed[n] = True
+        pending += 1
+        highest = n
+    # Inputs have lower indices, so one way down finds all that is to run.
+    lowest = highest + 1
+    while pending > 0:
+        lowest -= 1
+        if is_needed[lowest]:
+            pending -= 1
+            for k in range(arrays.read_start[lowest], arrays.read_start[lowest + 1]):
+                i = arrays.read[k]
+                if outputs[i] < 0 and not is_needed[i]:
+                    is_needed[i] = True
+                    pending += 1
+    return lowest, highest
+
+
+@njit
+def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
     """The actions that keep these values; each discard stands where the forward, or all, has ended."""
-    count = len(outputs)
+    count = len(kept)
     codes = np.empty(8 * count, np.int32)
     has_tape = arrays.tape_bytes > 0
-    resident, taped = outputs.copy(), tapes & has_tape
+    # Below 0 where nothing is resident.
+    outputs, tapes = np.where(kept, 0, -1), np.where(kept_tapes & has_tape, 0, -1)
     at = count
     codes[:count] = 4 * np.arange(count) + RUN
     for n in range(count):
-        if not resident[n]:
+        if outputs[n] < 0:
             codes[at] = 4 * n + DISCARD
             at += 1
     for n in range(count):
-        if has_tape[n] and not taped[n]:
+        if has_tape[n] and tapes[n] < 0:
             codes[at] = 4 * n + DISCARD_TAPE
             at += 1
     is_needed = np.zeros(count, np.bool_)
     for n in range(count - 1, -1, -1):
-        # Inputs have lower indices, so one way down finds all that is to run.
-        highest = -1
-        for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
-            i = arrays.saved[k]
-            if not resident[i]:
-                is_needed[i] = True
-                highest = max(highest, i)
-        if has_tape[n] and not taped[n]:
-            is_needed[n] = True
-            highest = n
-        lowest = highest + 1
-        for m in range(highest, -1, -1):
-            if is_needed[m]:
-                lowest = m
-                for k in range(arrays.read_start[m], arrays.read_start[m + 1]):
-                    i = arrays.read[k]
-                    is_needed[i] = is_needed[i] or not resident[i]
+        lowest, highest = mark_missing(arrays, n, outputs, tapes, is_needed)
         for m in range(lowest, highest + 1):
             if is_needed[m]:
                 codes[at] = 4 * m + RUN
                 at += 1
-                resident[m] = True
-                taped[m] = has_tape[m]
+                outputs[m] = 0
+                tapes[m] = 0 if has_tape[m] else -1
                 is_needed[m] = False
         codes[at] = 4 * n + BACKWARD
         at += 1
     for n in range(count):
-        if resident[n]:
+        if outputs[n] >= 0:
             codes[at] = 4 * n + DISCARD
             at += 1
     for n in range(count):
-        if taped[n]:
+        if tapes[n] >= 0:
             codes[at] = 4 * n + DISCARD_TAPE
             at += 1
     return codes[:at]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from .chain import ChainSequence
-from .compiled import Small, njit
+from .chain_steps import BACK, FALL, FN, Steps, to_steps
+from .compiled import Flags, Ints, Small, njit
 from .graph import Graph
 from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
-from .lowering import missing, with_liveness
+from .lowering import mark_missing, with_liveness
 from .schedule import Schedule
 from .stages import GraphStage
 
-_Event: TypeAlias = tuple[int, int, int]
-"""An action as a number, and the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
 
-
-@dataclass(slots=True)
-class _Memory:
-    """What is resident while a sequence is written out, as the number of each residency."""
-
-    outputs: dict[int, int] = field(default_factory=dict[int, int])
-    tapes: dict[int, int] = field(default_factory=dict[int, int])
-    num_residencies: int = 0
-
-    def begin(self) -> int:
-        self.num_residencies += 1
-        return self.num_residencies - 1
-
-
-def lower_sequence(graph: Graph, stages: tuple[GraphStage, ...], sequence: ChainSequence) -> Schedule:
+def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSequence) -> Schedule:
     """The schedule of `sequence`, cheaper than it where a stage need not run as a whole.
 
     `Fn`, `Fck` and `Fall` run the nodes of a stage whose values are not resident, and leave what they are to keep;
@@ -46,78 +32,136 @@ def lower_sequence(graph: Graph, stages: tuple[GraphStage, ...], sequence: Chain
     Returns:
         A valid schedule.
     """
-    events: list[_Event] = []
-    memory = _Memory()
-    kept_inputs: set[int] = set()  # stages (from 1) whose input is kept as such
-    kept_tapes: set[int] = set()
+    return lower_steps(graph, tuple(stages), to_steps(sequence))
+
+
+def lower_steps(graph: Graph, stages: tuple[GraphStage, ...], steps: Steps) -> Schedule:
+    """As `lower_sequence`, for a sequence as arrays."""
+    arrays = graph_arrays(graph)
+    events = _events(arrays, _stage_arrays(stages), steps.kinds, steps.stages)
+    return with_liveness(graph, _without_waste(arrays, events))
+
+
+class _Stages(NamedTuple):
+    """The stages of a graph as arrays."""
+
+    start: Ints  # [stages + 1] first node of each, and the number of nodes
+    is_exit: Flags  # [n] whether the next stage reads the node
+    is_kept: Flags  # [n] whether its stage's tape holds the node's output
+    reuses_exit: Flags  # [stages]
+
+
+class _Memory(NamedTuple):
+    """What is resident while a sequence is written out, as the number of each residency; -1 where nothing is."""
+
+    outputs: Ints
+    tapes: Ints
+    sizes: Ints  # how many events are written, and how many residencies have begun
+
+
+@lru_cache(maxsize=4)
+def _stage_arrays(stages: tuple[GraphStage, ...]) -> _Stages:
+    start = np.array([*(stage.start for stage in stages), stages[-1].stop], np.int64)
+    is_exit, is_kept = np.zeros(start[-1], np.uint8), np.zeros(start[-1], np.uint8)
+    for stage in stages:
+        is_exit[list(stage.exit)] = 1
+        is_kept[list(stage.kept)] = 1
+    return _Stages(start, is_exit, is_kept, np.array([stage.reuses_exit for stage in stages], np.uint8))
+
+
+@njit
+def _events(arrays: GraphArrays, stages: _Stages, kinds: Small, numbers: Small) -> Small:
+    """Actions as numbers, each with the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
+    count = len(arrays.root)
+    events = np.empty((16 * count + 64, 3), np.int32)
+    memory = _Memory(np.full(count, -1), np.full(count, -1), np.zeros(2, np.int64))
+    keeps_input = np.zeros(len(stages.start) + 1, np.bool_)  # of the stage with that number, for its backward
+    keeps_tape = np.zeros(len(stages.start) + 1, np.bool_)
+    has_run = np.zeros(len(stages.start) + 1, np.bool_)
+    is_needed = np.zeros(count, np.bool_)
     # The caller holds the graph's outputs until their own backward: to drop one and make it again costs a second copy.
-    held = set(graph.outputs)
-    has_run: set[int] = set()
-    for position, (kind, number) in enumerate(sequence):
-        stage = stages[number - 1]
-        follows = sequence.operations[position + 1 : position + 2]
-        if kind == "Fall" and number in has_run and follows and follows[0].kind == "B":
+    is_held = arrays.is_output > 0
+    for position in range(len(kinds)):
+        if memory.sizes[0] + 5 * count > len(events):  # an operation writes at most five events a node
+            events = np.concatenate((events, np.empty_like(events)))
+        kind, number = kinds[position], numbers[position]
+        start, stop = stages.start[number - 1], stages.start[number]
+        follows, follower = -1, -1
+        if position + 1 < len(kinds):
+            follows, follower = kinds[position + 1], numbers[position + 1]
+        if kind == FALL and has_run[number] and follows == BACK:
             # A recomputation for the backward that follows: each node right before the backward that reads it.
             continue
-        has_run.add(number)
-        if kind == "B":
-            _run_backward(graph, stage, memory, events)
-            kept_tapes.discard(number)
-            kept_inputs.discard(number)
-            held.difference_update(stage.nodes)
+        has_run[number] = True
+        if kind == BACK:
+            for n in range(stop - 1, start - 1, -1):
+                lowest, highest = mark_missing(arrays, n, memory.outputs, memory.tapes, is_needed)
+                for m in range(lowest, highest + 1):
+                    if is_needed[m]:
+                        _run(arrays, m, memory, events)
+                        is_needed[m] = False
+                _write(events, memory, 4 * n + BACKWARD, -1, -1)
+                is_held[n] = False
+            keeps_tape[number] = keeps_input[number] = False
             # The input that was kept for this backward may be what the next one reads of its stage's values.
-            if follows and follows[0] == ("Fall", number - 1) and stages[number - 2].reuses_exit:
-                _discard(stage, memory, events, frozenset(), keeps_tapes=False)
+            if follows == FALL and follower == number - 1 and stages.reuses_exit[number - 2]:
+                for n in range(start, stop):
+                    _discard_output(events, memory, n)
+                    _discard_tape(events, memory, n)
                 continue
         else:
-            _run(graph, stage, memory, events, with_tapes=kind == "Fall")
-            if kind == "Fn":
-                kept_inputs.discard(number)
-            if kind == "Fall":
-                kept_tapes.add(number)
+            for n in range(start, stop):
+                lacks_tape = arrays.tape_bytes[n] > 0 and memory.tapes[n] < 0
+                if memory.outputs[n] < 0 or (lacks_tape and kind == FALL):
+                    _run(arrays, n, memory, events)
+            if kind == FN:
+                keeps_input[number] = False
+            if kind == FALL:
+                keeps_tape[number] = True
             else:
-                kept_inputs.add(number + 1)
+                keeps_input[number + 1] = True
         # A stage's values last as long as its tape or the next stage's input is kept.
-        for k in {number - 1, number} - {0}:
-            wanted = stages[k - 1].kept if k in kept_tapes else frozenset[int]()
-            if k + 1 in kept_inputs:
-                wanted |= frozenset(stages[k - 1].exit)
-            wanted |= held.intersection(stages[k - 1].nodes)
-            _discard(stages[k - 1], memory, events, wanted, keeps_tapes=k in kept_tapes)
-    return with_liveness(graph, _without_waste(graph_arrays(graph), np.array(events, np.int32)))
+        for k in range(max(1, number - 1), number + 1):
+            for n in range(stages.start[k - 1], stages.start[k]):
+                is_wanted = (keeps_tape[k] and stages.is_kept[n]) or (keeps_input[k + 1] and stages.is_exit[n])
+                if not is_wanted and not is_held[n]:
+                    _discard_output(events, memory, n)
+                if not keeps_tape[k]:
+                    _discard_tape(events, memory, n)
+    return events[: memory.sizes[0]]
 
 
-def _run(graph: Graph, stage: GraphStage, memory: _Memory, events: list[_Event], *, with_tapes: bool) -> None:
-    for n in stage.nodes:
-        lacks_tape = bool(graph.nodes[n].tape_bytes) and n not in memory.tapes
-        if n not in memory.outputs or (lacks_tape and with_tapes):
-            _run_node(graph, n, memory, events)
+@njit
+def _write(events: Small, memory: _Memory, action: int, output: int, tape: int) -> None:
+    at = memory.sizes[0]
+    events[at, 0], events[at, 1], events[at, 2] = action, output, tape
+    memory.sizes[0] += 1
 
 
-def _run_backward(graph: Graph, stage: GraphStage, memory: _Memory, events: list[_Event]) -> None:
-    for n in reversed(stage.nodes):
-        for m in missing(graph, n, memory.outputs, memory.tapes):
-            _run_node(graph, m, memory, events)
-        events.append((4 * n + BACKWARD, -1, -1))
+@njit
+def _run(arrays: GraphArrays, n: int, memory: _Memory, events: Small) -> None:
+    output, tape = -1, -1
+    if memory.outputs[n] < 0:
+        output = memory.outputs[n] = memory.sizes[1]
+        memory.sizes[1] += 1
+    if arrays.tape_bytes[n] > 0 and memory.tapes[n] < 0:
+        tape = memory.tapes[n] = memory.sizes[1]
+        memory.sizes[1] += 1
+    _write(events, memory, 4 * n + RUN, output, tape)
 
 
-def _run_node(graph: Graph, n: int, memory: _Memory, events: list[_Event]) -> None:
-    output = tape = -1
-    if n not in memory.outputs:
-        output = memory.outputs[n] = memory.begin()
-    if graph.nodes[n].tape_bytes and n not in memory.tapes:
-        tape = memory.tapes[n] = memory.begin()
-    events.append((4 * n + RUN, output, tape))
+@njit
+def _discard_output(events: Small, memory: _Memory, n: int) -> None:
+    if memory.outputs[n] >= 0:
+        _write(events, memory, 4 * n + DISCARD, memory.outputs[n], -1)
+        memory.outputs[n] = -1
 
 
-def _discard(
-    stage: GraphStage, memory: _Memory, events: list[_Event], wanted: frozenset[int], *, keeps_tapes: bool
-) -> None:
-    for n in stage.nodes:
-        if n in memory.outputs and n not in wanted:
-            events.append((4 * n + DISCARD, memory.outputs.pop(n), -1))
-        if n in memory.tapes and not keeps_tapes:
-            events.append((4 * n + DISCARD_TAPE, -1, memory.tapes.pop(n)))
+@njit
+def _discard_tape(events: Small, memory: _Memory, n: int) -> None:
+    if memory.tapes[n] >= 0:
+        _write(events, memory, 4 * n + DISCARD_TAPE, -1, memory.tapes[n])
+        memory.tapes[n] = -1
 
 
 @njit

@@ -25,6 +25,7 @@ NUM_LEVELS = 57
 """Budgets between floor and plain peak at which the search works; a multiple of 19, for tables of 20 budgets."""
 
 NUM_FIRST_LEVELS = 20
+"""On the way down from plain autograd; half as many in deep graphs, where rivals have been lower."""
 
 ACTIONS_PER_EFFORT = 70_000_000
 """Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
@@ -34,7 +35,11 @@ USUAL_NODES = 1200
 DEEP_NODES = 700
 """In larger graphs the lowest peaks are out of reach of the local search."""
 
-NUM_DEEP = 6
+NUM_DEEP = 4
+"""Budgets at which such a graph's rivals are asked."""
+
+SEED_COLUMNS = 3000
+"""Of the linear programs that seeds come from: larger ones take seconds and lead no further."""
 
 MAX_IDLE_ROUNDS = 6
 
@@ -97,7 +102,7 @@ def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
     with SearchProgress(f"planning {len(graph.nodes)} operations") as progress:
         builder = FrontBuilder(graph, progress, effort * (SHARE_AFTER_A_RELATIVE if relative else 1.0))
         builder.meet_rivals()
-        if len(graph.nodes) > DEEP_NODES:
+        if builder.is_deep:
             builder.meet_deep_rivals()
         if relative:
             builder.meet_relative(relative)
@@ -117,8 +122,9 @@ class FrontBuilder:
         self.search = Search(self.problem, self.front.offer)
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
-        self.bound, self.time_bound = find_floor(graph).bytes, TimeBound(graph)
+        self.bound, self.time_bound = find_floor(graph).bytes, TimeBound(graph, SEED_COLUMNS)
         self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
+        self.is_deep = len(graph.nodes) > DEEP_NODES
         self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
 
     def meet_rivals(self) -> None:
@@ -152,10 +158,11 @@ class FrontBuilder:
     def find_lowest(self) -> None:
         """Goes down from plain autograd in steps, and from the dynamic programs, until nothing gets lower."""
         span = self.plain.peak_bytes - self.bound
+        num_levels = NUM_FIRST_LEVELS // (2 if self.is_deep else 1)
         state = self.plain
-        for k in range(NUM_FIRST_LEVELS - 1, -1, -1):
-            limit = self.bound + span * k // NUM_FIRST_LEVELS
-            self._tell(1 - k / NUM_FIRST_LEVELS, "the lowest peak")
+        for k in range(num_levels - 1, -1, -1):
+            limit = self.bound + span * k // num_levels
+            self._tell(1 - k / num_levels, "the lowest peak")
             if self.search.num_actions < 0.3 * self.last:
                 state = self._step_down(state, limit)
                 if self.front.peaks[0] > limit:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+
+from ..compiled import Ints
 from ..graph import Graph
 from ..lowering import lower_kept
 from ..schedule import Schedule
@@ -41,7 +44,8 @@ def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = Non
 @lru_cache(maxsize=8)
 def _family(graph: Graph, segments: int | None) -> tuple[Candidate, ...]:
     numbers = _segment_counts(len(graph.nodes)) if segments is None else (segments,)
-    return trade_off(graph, (lower_kept(graph, _boundary(graph, k)) for k in numbers))
+    last_users = np.array([max(users, default=n) for n, users in enumerate(graph.users)], np.int64)
+    return trade_off(graph, (lower_kept(graph, _boundary(graph, last_users, k)) for k in numbers))
 
 
 def _segment_counts(count: int) -> Iterator[int]:
@@ -53,12 +57,9 @@ def _segment_counts(count: int) -> Iterator[int]:
         k += 1 if k < dense else math.ceil(k / 8)
 
 
-def _boundary(graph: Graph, segments: int) -> set[int]:
+def _boundary(graph: Graph, last_users: Ints, segments: int) -> set[int]:
     """What is kept: outputs that a later segment reads, and the whole last segment."""
     count = len(graph.nodes)
-    segment = [n * segments // max(1, count) for n in range(count)]
-    kept = {n for n in range(count) if segment[n] == segments - 1}
-    for n in range(count):
-        if any(segment[u] > segment[n] for u in graph.users[n]):
-            kept.add(graph.roots[n])
-    return kept
+    segment = np.arange(count) * segments // max(1, count)
+    crossing: list[int] = np.flatnonzero(segment[last_users] > segment).tolist()
+    return {graph.roots[n] for n in crossing}.union(np.flatnonzero(segment == segments - 1).tolist())

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chain_steps import BACK, FALL, FCK, FN, KINDS
 from ..compiled import njit
 from .rotor_memory import all_threshold, move_threshold, rest_row, row
 from .rotor_slots import slots_of
 
-# Kinds of operation in the arrays of `walk`, and of the entry on its stack that is a state.
-KINDS = ("Fall", "Fck", "Fn", "B")
-_FALL, _FCK, _FN, _B, _STATE = 0, 1, 2, 3, 4
+_STATE = len(KINDS)
+"""The kind of an entry on the stack of `walk` that is a state and no operation."""
 
 
 class Table(NamedTuple):
@@ -44,11 +44,31 @@ def value(table: Any, index: int, m: int) -> Any:
     return table.makespans[lo + position - 1] if position > 0 else np.inf
 
 
+class Choices(NamedTuple):
+    """Steps chosen before, for the sequences of one table share many: a cache with one place for each remainder.
+
+    Attributes:
+        states: [places, 2] row and slots of a state; -1 where there is none.
+        steps: [places, 3] what `_best_step` chose there.
+    """
+
+    states: NDArray[np.int64]
+    steps: NDArray[np.int32]
+
+
+_NUM_PLACES = 1 << 17
+
+
+def no_choices() -> Choices:
+    """A cache with nothing in it."""
+    return Choices(np.full((_NUM_PLACES, 2), -1), np.zeros((_NUM_PLACES, 3), np.int32))
+
+
 @njit
-def walk(p: Any, table: Any, m: int) -> Any:
+def walk(p: Any, table: Any, m: int, choices: Any) -> Any:
     """(kinds, stages) of a sequence of the whole chain that fits m slots beyond a^0 and has the table's makespan.
 
-    The table must be finite there.
+    The table must be finite there; `choices` are those of earlier walks over it.
     """
     kinds = np.empty(1024, dtype=np.int64)
     stages = np.empty(1024, dtype=np.int64)
@@ -59,32 +79,44 @@ def walk(p: Any, table: Any, m: int) -> Any:
         if size + last + 2 > len(kinds):
             kinds = np.concatenate((kinds, np.empty(len(kinds) + last, dtype=np.int64)))
             stages = np.concatenate((stages, np.empty(len(stages) + last, dtype=np.int64)))
-        if kind == _B:
-            kinds[size], stages[size] = _B, s
+        if kind == BACK:
+            kinds[size], stages[size] = BACK, s
             size += 1
             continue
         if s == t and s == last:
-            kinds[size], stages[size] = _FALL, s
-            kinds[size + 1], stages[size + 1] = _B, s
+            kinds[size], stages[size] = FALL, s
+            kinds[size + 1], stages[size + 1] = BACK, s
             size += 2
             continue
-        choice, keep, until = _best_step(p, table, s, t, last, m)
-        if choice == _FALL:
-            kinds[size], stages[size] = _FALL, s
+        choice, keep, until = _known_step(p, table, s, t, last, m, choices)
+        if choice == FALL:
+            kinds[size], stages[size] = FALL, s
             size += 1
-            stack.append((_B, s, s, s, m))
+            stack.append((BACK, s, s, s, m))
             stack.append((_STATE, s + 1, s + 1, last, m - slots_of(p.tape[s], table.slot)))
             continue
         for stage in range(s, keep):
-            kinds[size], stages[size] = _FCK if choice == _FCK and stage == s else _FN, stage
+            kinds[size], stages[size] = FCK if choice == FCK and stage == s else FN, stage
             size += 1
         shift = slots_of(p.output[keep - 1], table.slot)
-        if choice == _FCK:
+        if choice == FCK:
             stack.append((_STATE, s, t, until - 1, m))
             stack.append((_STATE, keep, until, last, m - shift))
         else:
             stack.append((_STATE, keep, t, last, m - shift + slots_of(p.output[s - 1], table.slot)))
     return kinds[:size], stages[:size]
+
+
+@njit
+def _known_step(p: Any, table: Any, s: int, t: int, last: int, m: int, choices: Any) -> Any:
+    """As `_best_step`, looked up where it was asked before."""
+    index = row(p, s, t, last)
+    place = (index * 1_000_003 + m) % len(choices.states)
+    if choices.states[place, 0] != index or choices.states[place, 1] != m:
+        choices.steps[place] = _best_step(p, table, s, t, last, m)
+        choices.states[place] = index, m
+    choice, keep, until = choices.steps[place]
+    return choice, np.int64(keep), np.int64(until)
 
 
 @njit
@@ -98,7 +130,7 @@ def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
     best, choice, keep, until = np.inf, _STATE, 0, 0
     if s == t and p.keeps_tapes and m >= slots_of(all_threshold(p, s, last), slot):
         inner = value(table, row(p, s + 1, s + 1, last), m - slots_of(p.tape[s], slot))
-        best, choice = p.forward_seconds[s] + p.backward_seconds[s] + inner, _FALL
+        best, choice = p.forward_seconds[s] + p.backward_seconds[s] + inner, FALL
     for u in range(t + 1, last + 1):
         rest = value(table, rest_row(p, s, t, u), m)
         if rest == np.inf:
@@ -109,7 +141,7 @@ def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
             above = value(table, row(p, k, u, last), m - slots_of(p.output[k - 1], slot))
             total = p.elapsed[k - 1] - p.elapsed[s - 1] + above + rest
             if total < best:
-                best, choice, keep, until = total, _FCK, k, u
+                best, choice, keep, until = total, FCK, k, u
     for r in p.bases[t, : p.num_bases[t]]:
         if r > s and p.output[r - 1] > p.output[s - 1]:
             if m < slots_of(move_threshold(p, s, r, last), slot):
@@ -117,6 +149,6 @@ def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
             grown = slots_of(p.output[r - 1], slot) - slots_of(p.output[s - 1], slot)
             total = p.elapsed[r - 1] - p.elapsed[s - 1] + value(table, row(p, r, t, last), m - grown)
             if total < best:
-                best, choice, keep = total, _FN, r
+                best, choice, keep = total, FN, r
     assert choice != _STATE
     return choice, keep, until

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..chain import Chain, ChainSequence, Operation, OperationKind, memory_usages
+from ..chain import Chain, ChainSequence, Operation, memory_usages
+from ..chain_steps import Steps, to_sequence
 from ..errors import InfeasibleBudgetError
-from .rotor_backtrack import KINDS, Table, walk
+from .rotor_backtrack import Table, no_choices, walk
 from .rotor_fronts import fill_fronts
 from .rotor_memory import least_memory
 from .rotor_problem import Problem, build, keep_all_memory
 from .rotor_slots import fill_slots
 
 _NO_LIMIT = 1 << 60
-
-
-class Steps(NamedTuple):
-    """The operations of a sequence as arrays: index in `KINDS`, and stage."""
-
-    kinds: NDArray[np.int8]
-    stages: NDArray[np.int32]
 
 
 def solve_chain(
@@ -96,19 +90,14 @@ def front_table(p: Problem, memory: int, limit: int) -> Table:
 
 def sequence_at(p: Problem, table: Table, available: int) -> ChainSequence:
     """The sequence that has the table's makespan for the whole chain with `available` slots."""
-    return to_sequence(steps_at(p, table, available))
+    return to_sequence(steps_at(p, table, [available])[0])
 
 
-def steps_at(p: Problem, table: Table, available: int) -> Steps:
-    """The same in a few bytes an operation."""
-    kinds, stages = cast("tuple[Any, Any]", walk(p, table, available))
-    return Steps(kinds.astype(np.int8), stages.astype(np.int32))
-
-
-def to_sequence(steps: Steps) -> ChainSequence:
-    """The sequence of the steps."""
-    pairs = zip(steps.kinds.tolist(), steps.stages.tolist(), strict=True)
-    return ChainSequence(tuple(Operation(cast(OperationKind, KINDS[kind]), stage) for kind, stage in pairs))
+def steps_at(p: Problem, table: Table, available: Iterable[int]) -> tuple[Steps, ...]:
+    """The same as arrays, for several numbers of slots."""
+    choices = no_choices()
+    walks = (cast("tuple[Any, Any]", walk(p, table, slots, choices)) for slots in available)
+    return tuple(Steps(kinds.astype(np.int8), stages.astype(np.int32)) for kinds, stages in walks)
 
 
 def peak_operation(chain: Chain, sequence: ChainSequence) -> Operation:

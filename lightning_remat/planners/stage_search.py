@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..chain import ChainSequence
+from ..chain_steps import Steps, to_steps
 from ..graph import Graph
 from ..schedule import Schedule
 from ..simulator import simulate
-from ..stage_lowering import lower_sequence
+from ..stage_lowering import lower_steps
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
 from .family import fastest_that_fits, infeasible, trade_off
 from .judge import Cost, Judge
 from .rotor_memory import least_memory
 from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory
-from .rotor_solver import Steps, Table, front_table, keep_all_sequence, slot_table, steps_at, to_sequence
+from .rotor_solver import Table, front_table, keep_all_sequence, slot_table, steps_at
 
 # Up to so many states the makespans are step functions of exact memory, of at most so many steps.
 _MOST_EXACT_ROWS = 3000
@@ -98,8 +98,7 @@ class _Optima:
     Attributes:
         graph: The operations.
         stages: Its stages.
-        steps: Each sequence but the last.
-        ample: The last sequence.
+        steps: The sequences.
         judge: Of the graph.
         costs: Those of the sequences that were asked for.
     """
@@ -107,19 +106,17 @@ class _Optima:
     graph: Graph
     stages: tuple[GraphStage, ...]
     steps: tuple[Steps, ...]
-    ample: ChainSequence
     judge: Judge
     costs: dict[int, Cost] = field(default_factory=dict[int, Cost])
 
     @property
     def last(self) -> int:
         """Index of the last sequence."""
-        return len(self.steps)
+        return len(self.steps) - 1
 
     def schedule(self, index: int) -> Schedule:
         """A sequence as a schedule."""
-        sequence = self.ample if index == self.last else to_sequence(self.steps[index])
-        return lower_sequence(self.graph, self.stages, sequence)
+        return lower_steps(self.graph, self.stages, self.steps[index])
 
     def cost(self, index: int) -> Cost:
         """Simulated peak and seconds of a sequence."""
@@ -133,8 +130,8 @@ def _optima(graph: Graph, family: SubFamily, slots: int) -> _Optima:
     stages, figures = _stages(graph)
     problem = stage_problem(graph, stages, figures, family)
     table, memories = makespans_by_memory(problem, slots)
-    steps = tuple(steps_at(problem, table, memory) for memory in memories)
-    return _Optima(graph, stages, steps, keep_all_sequence(problem), Judge(graph))
+    steps = (*steps_at(problem, table, memories), to_steps(keep_all_sequence(problem)))
+    return _Optima(graph, stages, steps, Judge(graph))
 
 
 @lru_cache(maxsize=4)

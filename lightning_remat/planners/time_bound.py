@@ -51,10 +51,14 @@ class TimeBound:
     At the backward of a node, each value that later backwards need is alive, or its node runs again afterwards; and
     what that run reads is alive then, or runs again in turn. The linear program chooses this, fractionally and at
     several of the fullest steps at once, so that their memory fits. The true optimum may lie above.
+
+    Args:
+        graph: The operations.
+        max_columns: Of the linear program: more let it look at more steps at once, for a higher bound.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, max_columns: int = MAX_COLUMNS) -> None:
+        self.graph, self._max_columns = graph, max_columns
         arrays = graph_arrays(graph)
         count = len(graph.nodes)
         self._output_bytes, self._tape_bytes = arrays.output_bytes, arrays.tape_bytes
@@ -105,7 +109,7 @@ class TimeBound:
         """Nodes whose backward plain autograd cannot fit, the first to run first, spread over all such."""
         # The backward starts at the last node: the first steps are the fullest.
         over: list[int] = np.flatnonzero(self._own_bytes + self._others_bytes > budget_bytes)[::-1].tolist()
-        most = max(1, min(8, MAX_COLUMNS // (3 * len(self.graph.nodes) + 1)))
+        most = max(1, min(8, self._max_columns // (3 * len(self.graph.nodes) + 1)))
         if len(over) <= most:
             return over
         return [over[k * (len(over) - 1) // max(1, most - 1)] for k in range(most)]
