@@ -45,6 +45,9 @@ MAX_IDLE_ROUNDS = 6
 
 MAX_IDLE_KICKS = 40
 
+WALK_SHARE = 0.05
+"""Of the effort, for one walk down to a limit or one filling up of what it leaves free."""
+
 ROUNDING = 1e-9
 """Sums of the same seconds in another order differ by less, relatively."""
 
@@ -119,13 +122,13 @@ class FrontBuilder:
     def __init__(self, graph: Graph, progress: SearchProgress, effort: float = 1.0) -> None:
         self.graph, self.problem, self.progress = graph, pack(graph), progress
         self.front = Front(graph, self.problem)
-        self.search = Search(self.problem, self.front.offer)
+        self.is_deep = len(graph.nodes) > DEEP_NODES
+        self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
+        self.search = Search(self.problem, self.front.offer, max(1, int(self.last * WALK_SHARE)))
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
         self.bound, self.time_bound = find_floor(graph).bytes, TimeBound(graph, SEED_COLUMNS)
         self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
-        self.is_deep = len(graph.nodes) > DEEP_NODES
-        self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
 
     def meet_rivals(self) -> None:
         """Takes in what other planners answer, so that none of those is faster or lower at any budget."""
@@ -167,7 +170,8 @@ class FrontBuilder:
                 state = self._step_down(state, limit)
                 if self.front.peaks[0] > limit:
                     break
-            else:  # too large a graph to walk down: from here on the programs lead
+            elif self.search.num_actions < 0.5 * self.last:
+                # Too large a graph to walk down: from here on the programs lead.
                 for seed in self._seeds(limit):
                     self._settle(seed, limit)
         low, high = self.bound, self.front.peaks[0]

@@ -35,6 +35,8 @@ class Search:
     Attributes:
         problem: The graph as arrays.
         found: Called with every state that the search passes through.
+        most_actions: Replayed actions after which one `descend` or `refill` ends where it is: in a graph of thousands
+            of nodes, near its lowest peak, thousands of moves each gain next to nothing.
         num_actions: Actions replayed so far, the measure of effort: unlike time, the same in every run.
         guesses: Seconds that dropping a gap cost when last tried.
         savings: Seconds that holding a gap saved when last tried, 0 where the limit forbids it.
@@ -43,6 +45,7 @@ class Search:
 
     problem: Problem
     found: Callable[[int, float, Small], None]
+    most_actions: int
     work: Work = field(init=False)
     num_actions: int = 0
     guesses: Memory = field(default_factory=empty_memory)
@@ -75,8 +78,9 @@ class Search:
         a drop may pay only after others.
         """
         windows = state.windows.copy()
+        last = self.num_actions + self.most_actions
         peak, seconds, num_actions = self.replay(windows)
-        while num_actions and peak > limit:
+        while num_actions and peak > limit and self.num_actions < last:
             drops = self._best_drops(windows, seconds, num_actions, limit)
             for row in drops:
                 change_over(windows, row)
@@ -126,11 +130,20 @@ class Search:
     def refill(self, state: State, limit: int) -> State:
         """The state after holding again, one gap at a time, what saves the most seconds within `limit`."""
         windows = state.windows.copy()
+        last = self.num_actions + self.most_actions
         peak, seconds, num_actions = self.replay(windows)
         forget(self.savings)
-        while num_actions:
+        while num_actions and self.num_actions < last:
             chosen = choose_holds(
-                self.problem, windows, self.work, self.savings, seconds, num_actions, limit, self.most_moves
+                self.problem,
+                windows,
+                self.work,
+                self.savings,
+                seconds,
+                num_actions,
+                limit,
+                self.most_moves,
+                max(0, last - self.num_actions),
             )
             self.num_actions += chosen.num_replayed + ACTIONS_PER_CALL
             if not len(chosen.rows):

@@ -175,8 +175,12 @@ def choose_holds(
     num_actions: int,
     limit: int,
     most: int,
+    most_actions: int,
 ) -> Chosen:
-    """The absent gaps that save the most seconds when held within the limit: the best, and others almost as good."""
+    """The absent gaps that save the most seconds when held within the limit: the best, and others almost as good.
+
+    After `most_actions` replayed actions no more are tried: where little fits, all the thousands of a deep graph were.
+    """
     found = list_gaps(problem, work, num_actions)
     rows, sizes, guesses = with_twins(found[0], found[1], found[2], len(problem.seconds))
     has_room: Flags = find_room(rows, sizes, work, limit)
@@ -189,7 +193,7 @@ def choose_holds(
     best, replayed = LEAST_SECONDS, 0
     for at in range(0, len(order), BATCH):
         chosen = order[at : at + BATCH]
-        if best >= worth[chosen[0]]:
+        if best >= worth[chosen[0]] or replayed >= most_actions:
             break
         peaks, new_seconds, _, count = try_gaps(problem, windows, work, rows[chosen], limit)
         replayed += count

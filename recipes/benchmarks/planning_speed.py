@@ -8,7 +8,8 @@
 The printed seconds, with their place in the papers, are in `planning_seconds.csv`. Each method is timed twice: on its
 paper's own abstract problem, and as a planner that searches for the true peak. CPU seconds count, of one thread and
 with compiled kernels in numba's cache on disk; what the first call ever costs is measured apart, in processes with an
-empty cache and with a filled one (`--first-calls`). Exits with an error where a limit is missed.
+empty cache and with a filled one (`--first-calls`). Exits with an error where a limit is missed. No paper has `auto`:
+its rows are the whole trade-off, from which every budget is then looked up.
 
 DenseNet comes twice for feng: torchvision joins the whole list of features before each layer, a mesh whose corners
 must all be stored; the version of the paper's time joined the last result and the newest feature, which is a series.
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -37,12 +38,14 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import models
 
-from benchmarks.paper_scale import NETWORKS, PaperNetwork, images
+from benchmarks.paper_scale import NETWORKS, PaperNetwork, images, tokens
+from benchmarks.paper_seconds import with_measured_seconds
 from lightning_remat import Graph, InfeasibleBudgetError, Node, plan
 from lightning_remat.chain import Chain
 from lightning_remat.planners import feng, kusumoto, rotor
 from lightning_remat.planners.storage_graph import merge_views
 from lightning_remat.stages import cut_stages, stage_figures, to_chain
+from networks.gpt import GPT
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
 from papers.feng2018 import pairwise
 from papers.sheets import Sheet
@@ -84,7 +87,7 @@ def published(planners: list[str]) -> list[Published]:
             Published(
                 row["planner"],
                 row["network"],
-                f"{row['paper']} {row['place']}",
+                f"{row['paper']} {row['place']}".strip(),
                 row["vertices"],
                 f"{row['relation'].replace('=', '')} {row['seconds']}".strip(),
                 float(row["limit_seconds"]) if row["limit_seconds"] else None,
@@ -100,8 +103,16 @@ def graph_of(network: str) -> Graph:
     """Its operations at the paper's batch size where one is set, else at 8 images."""
     if network in NETWORKS:
         return NETWORKS[network].graph()
+    if network == "gpt48":
+        return PaperNetwork(partial(GPT, num_blocks=48), tokens(1024, 50257), 8, 8).graph()
     make = PREACTIVATED.get(network) or getattr(models, network)
     return PaperNetwork(make, images(224), 8, 8).graph()
+
+
+def graph_for(planner: str, network: str) -> Graph:
+    """The same for one planner: the search of `auto` depends on the seconds, so that it gets measured ones."""
+    graph = graph_of(network)
+    return with_measured_seconds(network, graph) if planner == "auto" and network in NETWORKS else graph
 
 
 _unseen = count(1)
@@ -188,7 +199,7 @@ ABSTRACT: dict[str, Callable[[Published, Graph], Iterator[tuple[str, Timed]]]] =
     "rotor": on_chain,
     "feng": on_vertices,
 }
-PLANNERS = (*ABSTRACT, "checkmate")
+PLANNERS = (*ABSTRACT, "checkmate", "auto")
 
 
 def small_graph() -> Graph:
@@ -248,7 +259,7 @@ def main() -> None:
     for row in published(planners):
         if options.networks and row.network not in options.networks:
             continue
-        graph = graph_of(row.network)
+        graph = graph_for(row.planner, row.network)
         alone = list(ABSTRACT[row.planner](row, graph)) if row.planner in ABSTRACT else []
         planned = as_planner(row.planner, graph)
         for name, each in alone:
