@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from .compiled import Flags, Ints, Small, njit
+from .compiled import Flags, Small, njit
 from .graph import Graph
 from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
 from .schedule import Schedule
@@ -70,19 +70,19 @@ def _flags(graph: Graph, indices: Collection[int]) -> Flags:
 
 
 @njit
-def mark_missing(arrays: GraphArrays, n: int, outputs: Ints, tapes: Ints, is_needed: Flags) -> tuple[int, int]:
+def mark_missing(arrays: GraphArrays, n: int, outputs: Flags, tapes: Flags, is_needed: Flags) -> tuple[int, int]:
     """Marks the nodes to run before the backward of `n`; the lowest and the highest of them, the lowest above if none.
 
-    Values of `outputs` and `tapes` are below 0 where nothing is resident.
+    `outputs` and `tapes` are 0 where nothing is resident.
     """
     highest, pending = -1, 0
     for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
         i = arrays.saved[k]
-        if outputs[i] < 0 and not is_needed[i]:
+        if not outputs[i] and not is_needed[i]:
             is_needed[i] = True
             pending += 1
             highest = max(highest, i)
-    if arrays.tape_bytes[n] > 0 and tapes[n] < 0 and not is_needed[n]:
+    if arrays.tape_bytes[n] > 0 and not tapes[n] and not is_needed[n]:
         is_needed[n] = True
         pending += 1
         highest = n
@@ -94,7 +94,7 @@ def mark_missing(arrays: GraphArrays, n: int, outputs: Ints, tapes: Ints, is_nee
             pending -= 1
             for k in range(arrays.read_start[lowest], arrays.read_start[lowest + 1]):
                 i = arrays.read[k]
-                if outputs[i] < 0 and not is_needed[i]:
+                if not outputs[i] and not is_needed[i]:
                     is_needed[i] = True
                     pending += 1
     return lowest, highest
@@ -106,16 +106,15 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
     count = len(kept)
     codes = np.empty(8 * count, np.int32)
     has_tape = arrays.tape_bytes > 0
-    # Below 0 where nothing is resident.
-    outputs, tapes = np.where(kept, 0, -1), np.where(kept_tapes & has_tape, 0, -1)
+    outputs, tapes = kept.copy(), kept_tapes & has_tape
     at = count
     codes[:count] = 4 * np.arange(count) + RUN
     for n in range(count):
-        if outputs[n] < 0:
+        if not outputs[n]:
             codes[at] = 4 * n + DISCARD
             at += 1
     for n in range(count):
-        if has_tape[n] and tapes[n] < 0:
+        if has_tape[n] and not tapes[n]:
             codes[at] = 4 * n + DISCARD_TAPE
             at += 1
     is_needed = np.zeros(count, np.bool_)
@@ -125,17 +124,17 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
             if is_needed[m]:
                 codes[at] = 4 * m + RUN
                 at += 1
-                outputs[m] = 0
-                tapes[m] = 0 if has_tape[m] else -1
+                outputs[m] = True
+                tapes[m] = has_tape[m]
                 is_needed[m] = False
         codes[at] = 4 * n + BACKWARD
         at += 1
     for n in range(count):
-        if outputs[n] >= 0:
+        if outputs[n]:
             codes[at] = 4 * n + DISCARD
             at += 1
     for n in range(count):
-        if tapes[n] >= 0:
+        if tapes[n]:
             codes[at] = 4 * n + DISCARD_TAPE
             at += 1
     return codes[:at]

@@ -52,7 +52,7 @@ class _Stages(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What is resident while a sequence is written out, as the number of each residency; -1 where nothing is."""
+    """What is resident while a sequence is written out, as the number of each residency, from 1; 0 where nothing is."""
 
     outputs: Ints
     tapes: Ints
@@ -74,7 +74,7 @@ def _events(arrays: GraphArrays, stages: _Stages, kinds: Small, numbers: Small) 
     """Actions as numbers, each with the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
     count = len(arrays.root)
     events = np.empty((16 * count + 64, 3), np.int32)
-    memory = _Memory(np.full(count, -1), np.full(count, -1), np.zeros(2, np.int64))
+    memory = _Memory(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
     keeps_input = np.zeros(len(stages.start) + 1, np.bool_)  # of the stage with that number, for its backward
     keeps_tape = np.zeros(len(stages.start) + 1, np.bool_)
     has_run = np.zeros(len(stages.start) + 1, np.bool_)
@@ -111,8 +111,8 @@ def _events(arrays: GraphArrays, stages: _Stages, kinds: Small, numbers: Small) 
                 continue
         else:
             for n in range(start, stop):
-                lacks_tape = arrays.tape_bytes[n] > 0 and memory.tapes[n] < 0
-                if memory.outputs[n] < 0 or (lacks_tape and kind == FALL):
+                lacks_tape = arrays.tape_bytes[n] > 0 and not memory.tapes[n]
+                if not memory.outputs[n] or (lacks_tape and kind == FALL):
                     _run(arrays, n, memory, events)
             if kind == FN:
                 keeps_input[number] = False
@@ -141,27 +141,27 @@ def _write(events: Small, memory: _Memory, action: int, output: int, tape: int) 
 @njit
 def _run(arrays: GraphArrays, n: int, memory: _Memory, events: Small) -> None:
     output, tape = -1, -1
-    if memory.outputs[n] < 0:
+    if not memory.outputs[n]:
+        memory.sizes[1] += 1
         output = memory.outputs[n] = memory.sizes[1]
+    if arrays.tape_bytes[n] > 0 and not memory.tapes[n]:
         memory.sizes[1] += 1
-    if arrays.tape_bytes[n] > 0 and memory.tapes[n] < 0:
         tape = memory.tapes[n] = memory.sizes[1]
-        memory.sizes[1] += 1
     _write(events, memory, 4 * n + RUN, output, tape)
 
 
 @njit
 def _discard_output(events: Small, memory: _Memory, n: int) -> None:
-    if memory.outputs[n] >= 0:
+    if memory.outputs[n]:
         _write(events, memory, 4 * n + DISCARD, memory.outputs[n], -1)
-        memory.outputs[n] = -1
+        memory.outputs[n] = 0
 
 
 @njit
 def _discard_tape(events: Small, memory: _Memory, n: int) -> None:
-    if memory.tapes[n] >= 0:
+    if memory.tapes[n]:
         _write(events, memory, 4 * n + DISCARD_TAPE, -1, memory.tapes[n])
-        memory.tapes[n] = -1
+        memory.tapes[n] = 0
 
 
 @njit

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from ..compiled import Small
+from ..compiled import Flags, Ints, Small, njit
 from ..graph import Graph
-from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN
-from ..lowering import missing, with_liveness
+from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
+from ..lowering import mark_missing, with_liveness
 from ..schedule import Schedule
 from .family import Candidate, fastest_that_fits, trade_off
 from .storage_graph import articulation_points, merge_views
@@ -58,118 +57,176 @@ def _family(graph: Graph, num_kept: int | None, num_levels: int | None) -> tuple
 
 def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> Iterator[Schedule]:
     count = len(graph.nodes)
-    cuts = _Cuts(graph)
+    arrays, cuts = graph_arrays(graph), _cuts(graph)
     if num_levels is None:
-        yield with_liveness(graph, _Recursion(graph, cuts, 1).actions(0))
+        yield with_liveness(graph, _recursion(arrays, cuts, 1, 0))
     for k in _NUM_KEPT if num_kept is None else (num_kept,):
         if num_kept is None and k > max(1, count):
             break
         previous = np.empty(0, np.int32)
         for levels in range(1, count + 2) if num_levels is None else (num_levels,):
-            actions = _Recursion(graph, cuts, k).actions(levels)
+            actions = _recursion(arrays, cuts, k, levels)
             if np.array_equal(actions, previous):
                 break  # no segment is left to split
             yield with_liveness(graph, actions)
             previous = actions
 
 
-class _Cuts:
+class _Cuts(NamedTuple):
     """Where a range of nodes may be cut: after articulation points if it holds any, else anywhere."""
 
-    def __init__(self, graph: Graph) -> None:
-        storages = merge_views(graph)
-        points = {storages.owners[v] for v in articulation_points(len(storages.owners), storages.edges)}
-        self.after_points = np.array(sorted(n + 1 for n in points), np.int64)
-        left = [node.output_bytes + node.tape_bytes for node in graph.nodes]
-        self.held = np.cumsum([0, *left])  # bytes that the nodes before each position leave when they run
-
-    def split(self, start: int, stop: int, num_cuts: int) -> list[int]:
-        """Positions strictly between `start` and `stop`, at about equal memory; fewer where there are not as many."""
-        low, high = np.searchsorted(self.after_points, (start + 1, stop))
-        allowed: Any = self.after_points[low:high] if low < high else np.arange(start + 1, stop)
-        held: Any = self.held[allowed].astype(np.float64)
-        chosen: list[int] = []
-        for cut in range(1, min(num_cuts, len(allowed)) + 1):
-            target = self.held[start] + (self.held[stop] - self.held[start]) * cut / (num_cuts + 1)
-            nearest = int(np.abs(held - target).argmin())
-            chosen.append(int(allowed[nearest]))
-            held[nearest] = np.inf
-        return sorted(chosen)
+    after_points: Ints
+    held: Ints  # [n + 1] bytes that the nodes before each position leave when they run
 
 
-class _Recursion:
+def _cuts(graph: Graph) -> _Cuts:
+    storages = merge_views(graph)
+    points = {storages.owners[v] for v in articulation_points(len(storages.owners), storages.edges)}
+    left = [node.output_bytes + node.tape_bytes for node in graph.nodes]
+    return _Cuts(np.array(sorted(n + 1 for n in points), np.int64), np.cumsum([0, *left]))
+
+
+class _Memory(NamedTuple):
     """What is resident, while the actions of nested ranges are written down."""
 
-    def __init__(self, graph: Graph, cuts: _Cuts, num_kept: int) -> None:
-        self.graph, self.cuts, self.num_kept = graph, cuts, num_kept
-        self.outputs: set[int] = set()
-        self.tapes: set[int] = set()
-        self.has_run = 0  # the nodes before have had their first run
-        self.written: list[int] = []
+    outputs: Flags
+    tapes: Flags
+    is_needed: Flags  # scratch, empty between uses
+    sizes: Ints  # actions written; nodes before this one have had their first run
 
-    def actions(self, num_levels: int) -> Small:
-        """Those of the whole step, as numbers."""
-        self.train(0, len(self.graph.nodes), num_levels, frozenset())
-        return np.array(self.written, np.int32)
 
-    def train(self, start: int, stop: int, num_levels: int, kept: frozenset[int]) -> None:
-        """Forward (what is not resident) and backward of the range; then only `kept` is resident of all outputs."""
-        splits = self.cuts.split(start, stop, self.num_kept) if num_levels else []
-        if not splits:
-            self._train_at_once(start, stop)
-        else:
-            bounds = [start, *splits, stop]
-            held = [kept]  # what is to stay while the segment behind each bound is trained
-            for before, after in pairwise(bounds[:-1]):
-                held.append(held[-1] | self._crossing(after, stop))
-                self._advance(before, after, held[-1])
-            for number in reversed(range(len(bounds) - 1)):
-                self.train(bounds[number], bounds[number + 1], num_levels - 1, held[number])
-        self._discard(kept)
+@njit
+def _recursion(arrays: GraphArrays, cuts: _Cuts, num_kept: int, num_levels: int) -> Small:
+    """The actions of the whole step: ranges are trained last segment first, each segment as a range of its own.
 
-    def _crossing(self, position: int, stop: int) -> frozenset[int]:
-        """The nodes before `position` that a run or a backward of the nodes from there to `stop` reads."""
-        nodes = self.graph.nodes
-        used = {i for n in range(position, stop) for i in (*self.graph.reads[n], *nodes[n].saved)}
-        return frozenset(i for i in used if i < position)
+    A task is a range to train, or what remains to do after its segments: then only what `kept` marks stays resident.
+    """
+    count = len(arrays.root)
+    memory = _Memory(
+        np.zeros(count, np.uint8), np.zeros(count, np.uint8), np.zeros(count, np.uint8), np.zeros(2, np.int64)
+    )
+    codes = np.empty(16 * count + 64, np.int32)
+    kept = np.zeros((16, count), np.uint8)  # rows of a stack
+    num_rows = 1
+    tasks = [(0, count, num_levels, 0, False)]  # start, stop, levels, row of what is kept, whether only to clean up
+    while len(tasks) > 0:
+        start, stop, levels, row, is_done = tasks.pop()
+        if memory.sizes[0] + 8 * count > len(codes):
+            codes = np.concatenate((codes, np.empty_like(codes)))
+        splits = _split(cuts, start, stop, num_kept) if levels and not is_done else np.empty(0, np.int64)
+        if is_done or len(splits) == 0:
+            if not is_done:
+                _train_at_once(arrays, memory, start, stop, codes)
+            _discard(memory, kept[row], codes)
+            num_rows = row + 1
+            continue
+        tasks.append((start, stop, levels, row, True))
+        tasks.append((start, splits[0], levels - 1, row, False))
+        before = start
+        for k in range(len(splits)):
+            if num_rows == len(kept):
+                kept = np.concatenate((kept, np.zeros_like(kept)))
+            if memory.sizes[0] + 8 * count > len(codes):
+                codes = np.concatenate((codes, np.empty_like(codes)))
+            above = row if k == 0 else num_rows - 1
+            kept[num_rows] = kept[above]
+            _add_crossing(arrays, splits[k], stop, kept[num_rows])
+            _advance(arrays, memory, before, splits[k], kept[num_rows], codes)
+            last = splits[k + 1] if k + 1 < len(splits) else stop
+            tasks.append((splits[k], last, levels - 1, num_rows, False))
+            before = splits[k]
+            num_rows += 1
+    return codes[: memory.sizes[0]].copy()
 
-    def _advance(self, start: int, stop: int, kept: frozenset[int]) -> None:
-        """Runs what makes `kept` resident, all of the range if it is its first time; keeps nothing else."""
-        if self.has_run < stop:
-            self._run(range(start, stop))
-            self.has_run = stop
-        else:
-            self._run(self._makers(kept))
-        self._discard(kept)
 
-    def _makers(self, wanted: Iterable[int]) -> list[int]:
-        """The nodes to run for the outputs of `wanted`, in order."""
-        needed: set[int] = set()
-        stack = [n for n in wanted if n not in self.outputs]
-        while stack:
-            n = stack.pop()
-            if n not in needed:
-                needed.add(n)
-                stack += [i for i in self.graph.reads[n] if i not in self.outputs]
-        return sorted(needed)
+@njit
+def _split(cuts: _Cuts, start: int, stop: int, num_cuts: int) -> Ints:
+    """Positions strictly between `start` and `stop`, at about equal memory; fewer where there are not as many."""
+    allowed = cuts.after_points[
+        np.searchsorted(cuts.after_points, start + 1) : np.searchsorted(cuts.after_points, stop)
+    ]
+    if len(allowed) == 0:
+        allowed = np.arange(start + 1, stop)
+    is_chosen = np.zeros(len(allowed), np.bool_)
+    for cut in range(1, min(num_cuts, len(allowed)) + 1):
+        target = cuts.held[start] + (cuts.held[stop] - cuts.held[start]) * cut / (num_cuts + 1)
+        best = -1
+        for k in range(len(allowed)):
+            distance = abs(cuts.held[allowed[k]] - target)
+            if not is_chosen[k] and (best < 0 or distance < abs(cuts.held[allowed[best]] - target)):
+                best = k
+        is_chosen[best] = True
+    return allowed[is_chosen]
 
-    def _train_at_once(self, start: int, stop: int) -> None:
-        if self.has_run < stop:
-            self._run(range(max(start, self.has_run), stop))
-            self.has_run = stop
-        for n in reversed(range(start, stop)):
-            self._run(missing(self.graph, n, self.outputs, self.tapes))
-            self.written.append(4 * n + BACKWARD)
 
-    def _run(self, nodes: Iterable[int]) -> None:
-        for n in nodes:
-            self.written.append(4 * n + RUN)
-            self.outputs.add(n)
-            if self.graph.nodes[n].tape_bytes:
-                self.tapes.add(n)
+@njit
+def _add_crossing(arrays: GraphArrays, position: int, stop: int, kept: Flags) -> None:
+    """Marks the nodes before `position` that a run or a backward of the nodes from there to `stop` reads."""
+    for k in range(arrays.read_start[position], arrays.read_start[stop]):
+        if arrays.read[k] < position:
+            kept[arrays.read[k]] = 1
+    for k in range(arrays.saved_start[position], arrays.saved_start[stop]):
+        if arrays.saved[k] < position:
+            kept[arrays.saved[k]] = 1
 
-    def _discard(self, kept: frozenset[int]) -> None:
-        self.written += [4 * n + DISCARD for n in sorted(self.outputs - kept)]
-        self.outputs &= kept
-        self.written += [4 * n + DISCARD_TAPE for n in sorted(self.tapes)]
-        self.tapes.clear()
+
+@njit
+def _advance(arrays: GraphArrays, memory: _Memory, start: int, stop: int, kept: Flags, codes: Small) -> None:
+    """Runs what makes `kept` resident, all of the range if it is its first time; keeps nothing else."""
+    if memory.sizes[1] < stop:
+        for n in range(start, stop):
+            _run(arrays, memory, n, codes)
+        memory.sizes[1] = stop
+    else:
+        # Inputs have lower indices, so one way down finds all that is to run.
+        for n in range(stop - 1, -1, -1):
+            if memory.is_needed[n] or (kept[n] and not memory.outputs[n]):
+                memory.is_needed[n] = 1
+                for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
+                    if not memory.outputs[arrays.read[k]]:
+                        memory.is_needed[arrays.read[k]] = 1
+        for n in range(stop):
+            if memory.is_needed[n]:
+                memory.is_needed[n] = 0
+                _run(arrays, memory, n, codes)
+    _discard(memory, kept, codes)
+
+
+@njit
+def _train_at_once(arrays: GraphArrays, memory: _Memory, start: int, stop: int, codes: Small) -> None:
+    if memory.sizes[1] < stop:
+        for n in range(max(start, memory.sizes[1]), stop):
+            _run(arrays, memory, n, codes)
+        memory.sizes[1] = stop
+    for n in range(stop - 1, start - 1, -1):
+        lowest, highest = mark_missing(arrays, n, memory.outputs, memory.tapes, memory.is_needed)
+        for m in range(lowest, highest + 1):
+            if memory.is_needed[m]:
+                memory.is_needed[m] = 0
+                _run(arrays, memory, m, codes)
+        codes[memory.sizes[0]] = 4 * n + BACKWARD
+        memory.sizes[0] += 1
+
+
+@njit
+def _run(arrays: GraphArrays, memory: _Memory, n: int, codes: Small) -> None:
+    codes[memory.sizes[0]] = 4 * n + RUN
+    memory.sizes[0] += 1
+    memory.outputs[n] = 1
+    memory.tapes[n] = arrays.tape_bytes[n] > 0
+
+
+@njit
+def _discard(memory: _Memory, kept: Flags, codes: Small) -> None:
+    at = memory.sizes[0]
+    for n in range(len(kept)):
+        if memory.outputs[n] and not kept[n]:
+            codes[at] = 4 * n + DISCARD
+            at += 1
+            memory.outputs[n] = 0
+    for n in range(len(kept)):
+        if memory.tapes[n]:
+            codes[at] = 4 * n + DISCARD_TAPE
+            at += 1
+            memory.tapes[n] = 0
+    memory.sizes[0] = at
