@@ -221,7 +221,8 @@ class FrontBuilder:
             self.search.refill(self._best(limit), limit)
 
     def polish(self) -> None:
-        """Kicks at every level in turn until the effort is spent or several rounds in a row have found nothing."""
+        """Exchanges and kicks at every level in turn until the effort is spent or some rounds have found nothing."""
+        exchanged = {limit: self._exchange(limit) for limit in reversed(self.levels())}
         last = max(self.last, self.search.num_actions + self.last // 8)
         idle_rounds = 0
         while self.search.num_actions < last and idle_rounds < MAX_IDLE_ROUNDS:
@@ -229,9 +230,15 @@ class FrontBuilder:
             for limit in (*self.levels(), *[self.front.peaks[0]] * 3):
                 self._tell(self.search.num_actions / last, "improving")
                 self.search.kick(self._best(limit), limit, self.random)
+                if self._best(limit).seconds != exchanged.get(limit):
+                    exchanged[limit] = self._exchange(limit)
                 if self.search.num_actions >= last:
                     break
             idle_rounds = 0 if before != (self.front.seconds, self.front.peaks) else idle_rounds + 1
+
+    def _exchange(self, limit: int) -> float:
+        """Exchanges from the best known at a level; its seconds after that."""
+        return self.search.exchange(self._best(limit), limit).seconds
 
     def _tell(self, fraction: float, stage: str) -> None:
         self.progress.update(fraction, stage)

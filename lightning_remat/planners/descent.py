@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..compiled import Small
+from .exchange import propose
 from .fast_simulator import NONE, Problem, Work, no_windows, replay, work_for
 from .gaps import END, HELD, START, VALUE, change_over, excess_of, try_gaps
-from .moves import Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
+from .moves import LEAST_SECONDS, Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
 
 NODES_PER_MOVE = 150
 """A graph of so many nodes takes one more move a time."""
+
+MOST_EXCHANGES = 8
+"""Proposals replayed before an exchange is given up."""
 
 ACTIONS_PER_CALL = 1500
 """What the Python around a call costs, in replayed actions."""
@@ -159,6 +163,23 @@ class Search:
                     break
                 peak, seconds, num_actions = new_peak, new_seconds, new_num_actions
         return State(peak, seconds, windows)
+
+    def exchange(self, state: State, limit: int) -> State:
+        """The state after exchanges of one or two gaps for one or two others, while they save seconds."""
+        while True:
+            windows = state.windows.copy()
+            _, _, num_actions = self.replay(windows)
+            moves, num_sets = propose(self.problem, self.work, self.guesses, num_actions, limit, MOST_EXCHANGES)
+            self.num_actions += num_sets + ACTIONS_PER_CALL
+            for rows in moves:
+                trial = windows.copy()
+                if all(change_over(trial, row) for row in rows if row[VALUE] >= 0):
+                    peak, seconds, num_actions = self.replay(trial)
+                    if num_actions and peak <= limit and seconds < state.seconds - LEAST_SECONDS:
+                        state = self.refill(State(peak, seconds, trial), limit)
+                        break
+            else:
+                return state
 
     def kick(self, state: State, limit: int, random: np.random.Generator) -> State:
         """A neighbour of `state`: absences of a random stretch of nodes are lifted, then the limit is restored."""
