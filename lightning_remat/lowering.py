@@ -46,7 +46,7 @@ def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
 
 def with_liveness(graph: Graph, actions: Small) -> Schedule:
     """As `apply_liveness`, for actions as numbers."""
-    return decode(graph, _discard_at_last_use(graph_arrays(graph), actions))
+    return decode(graph, discard_at_last_use(graph_arrays(graph), actions))
 
 
 def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[int]) -> list[int]:
@@ -141,7 +141,7 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
 
 
 @njit
-def _discard_at_last_use(arrays: GraphArrays, codes: Small) -> Small:
+def discard_at_last_use(arrays: GraphArrays, codes: Small) -> Small:
     """The actions with each discard right after the last use of what it discards."""
     count = len(arrays.root)
     last_output, last_tape = np.full(count, -1), np.full(count, -1)  # position that last uses the present residency

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +11,8 @@ from .chain import ChainSequence
 from .chain_steps import BACK, FALL, FN, Steps, to_steps
 from .compiled import Flags, Ints, Small, njit
 from .graph import Graph
-from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
-from .lowering import mark_missing, with_liveness
+from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, graph_arrays
+from .lowering import discard_at_last_use, mark_missing
 from .schedule import Schedule
 from .stages import GraphStage
 
@@ -32,17 +31,16 @@ def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSe
     Returns:
         A valid schedule.
     """
-    return lower_steps(graph, tuple(stages), to_steps(sequence))
+    return decode(graph, lower_steps(graph_arrays(graph), stage_arrays(stages), to_steps(sequence)))
 
 
-def lower_steps(graph: Graph, stages: tuple[GraphStage, ...], steps: Steps) -> Schedule:
-    """As `lower_sequence`, for a sequence as arrays."""
-    arrays = graph_arrays(graph)
-    events = _events(arrays, _stage_arrays(stages), steps.kinds, steps.stages)
-    return with_liveness(graph, _without_waste(arrays, events))
+def lower_steps(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
+    """As `lower_sequence`, from arrays to actions as numbers."""
+    events = _events(arrays, stages, steps.kinds, steps.stages)
+    return discard_at_last_use(arrays, _without_waste(arrays, events))
 
 
-class _Stages(NamedTuple):
+class StageArrays(NamedTuple):
     """The stages of a graph as arrays."""
 
     start: Ints  # [stages + 1] first node of each, and the number of nodes
@@ -59,18 +57,18 @@ class _Memory(NamedTuple):
     sizes: Ints  # how many events are written, and how many residencies have begun
 
 
-@lru_cache(maxsize=4)
-def _stage_arrays(stages: tuple[GraphStage, ...]) -> _Stages:
+def stage_arrays(stages: Sequence[GraphStage]) -> StageArrays:
+    """The stages as arrays."""
     start = np.array([*(stage.start for stage in stages), stages[-1].stop], np.int64)
     is_exit, is_kept = np.zeros(start[-1], np.uint8), np.zeros(start[-1], np.uint8)
     for stage in stages:
         is_exit[list(stage.exit)] = 1
         is_kept[list(stage.kept)] = 1
-    return _Stages(start, is_exit, is_kept, np.array([stage.reuses_exit for stage in stages], np.uint8))
+    return StageArrays(start, is_exit, is_kept, np.array([stage.reuses_exit for stage in stages], np.uint8))
 
 
 @njit
-def _events(arrays: GraphArrays, stages: _Stages, kinds: Small, numbers: Small) -> Small:
+def _events(arrays: GraphArrays, stages: StageArrays, kinds: Small, numbers: Small) -> Small:
     """Actions as numbers, each with the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
     count = len(arrays.root)
     events = np.empty((16 * count + 64, 3), np.int32)

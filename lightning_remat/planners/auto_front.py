@@ -25,18 +25,21 @@ NUM_LEVELS = 57
 """Budgets between floor and plain peak at which the search works; a multiple of 19, for tables of 20 budgets."""
 
 NUM_FIRST_LEVELS = 20
-"""On the way down from plain autograd; half as many in deep graphs, where rivals have been lower."""
+"""On the way down from plain autograd; half as many where a rival has reached the bound."""
+
+EFFORT_AT_BOUND = 0.4
+"""Share of the search for the lowest peak that remains then, for what is near it."""
 
 ACTIONS_PER_EFFORT = 70_000_000
-"""Replayed actions of a search with effort 1: some five seconds, and more for graphs beyond `USUAL_NODES`."""
-
-USUAL_NODES = 1200
+"""Replayed actions of a search with effort 1: some five seconds."""
 
 DEEP_NODES = 700
-"""In larger graphs the lowest peaks are out of reach of the local search."""
+"""In larger graphs the lowest peaks are out of reach of the local search, and planners for long chains help."""
 
-NUM_DEEP = 4
-"""Budgets at which such a graph's rivals are asked."""
+DEEP_EFFORT = 0.4
+"""Share of the search then, up to `DEEPER_NODES`; beyond, it grows with the square of the nodes."""
+
+DEEPER_NODES = 1500
 
 SEED_COLUMNS = 3000
 """Of the linear programs that seeds come from: larger ones take seconds and lead no further."""
@@ -123,7 +126,9 @@ class FrontBuilder:
         self.graph, self.problem, self.progress = graph, pack(graph), progress
         self.front = Front(graph, self.problem)
         self.is_deep = len(graph.nodes) > DEEP_NODES
-        self.last = int(effort * ACTIONS_PER_EFFORT * max(1.0, len(graph.nodes) / USUAL_NODES))
+        share = max(DEEP_EFFORT, (len(graph.nodes) / DEEPER_NODES) ** 2) if self.is_deep else 1.0
+        self.last = int(effort * share * ACTIONS_PER_EFFORT)
+        self.effort_below = self.last  # what the shares of the search for the lowest peak are of
         self.search = Search(self.problem, self.front.offer, max(1, int(self.last * WALK_SHARE)))
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
@@ -135,11 +140,8 @@ class FrontBuilder:
         self._meet(rival_candidates(self.graph))
 
     def meet_deep_rivals(self) -> None:
-        """The same for some budgets from the lowest peak so far down to the bound."""
-        span = self.front.peaks[0] - self.bound
-        self._meet(
-            deep_candidates(self.graph, [self.bound + span * k // NUM_DEEP for k in range(NUM_DEEP - 1, -1, -1)])
-        )
+        """The same of the planners for long chains."""
+        self._meet(deep_candidates(self.graph))
 
     def _meet(self, candidates: Iterable[Candidate]) -> None:
         for number, (peak, seconds, schedule) in enumerate(candidates):
@@ -161,16 +163,20 @@ class FrontBuilder:
     def find_lowest(self) -> None:
         """Goes down from plain autograd in steps, and from the dynamic programs, until nothing gets lower."""
         span = self.plain.peak_bytes - self.bound
-        num_levels = NUM_FIRST_LEVELS // (2 if self.is_deep else 1)
+        num_levels = NUM_FIRST_LEVELS
+        if self.front.peaks[0] <= self.bound:
+            num_levels //= 2
+            self.effort_below = int(self.last * EFFORT_AT_BOUND)
+        most = self.effort_below
         state = self.plain
         for k in range(num_levels - 1, -1, -1):
             limit = self.bound + span * k // num_levels
             self._tell(1 - k / num_levels, "the lowest peak")
-            if self.search.num_actions < 0.3 * self.last:
+            if self.search.num_actions < 0.3 * most:
                 state = self._step_down(state, limit)
                 if self.front.peaks[0] > limit:
                     break
-            elif self.search.num_actions < 0.5 * self.last:
+            elif self.search.num_actions < 0.5 * most:
                 # Too large a graph to walk down: from here on the programs lead.
                 for seed in self._seeds(limit):
                     self._settle(seed, limit)
@@ -180,18 +186,18 @@ class FrontBuilder:
             for seed in [self._best(high), *self._seeds(high, most=4)]:
                 if self._settle(seed, limit, probes=12).peak_bytes <= limit:
                     break
-                if self.search.num_actions > 0.5 * self.last:
+                if self.search.num_actions > 0.5 * most:
                     break
             if self.front.peaks[0] <= limit:
                 high = self.front.peaks[0]
             else:
                 low = limit
-            if low >= high or self.search.num_actions > 0.5 * self.last:
+            if low >= high or self.search.num_actions > 0.5 * most:
                 break
 
     def press(self) -> None:
         """Kicks the lowest states until many in a row have made none lower or faster."""
-        last = self.search.num_actions + self.last // 6
+        last = self.search.num_actions + self.effort_below // 6
         idle = 0
         while self.search.num_actions < last and idle < MAX_IDLE_KICKS:
             before = self.front.peaks[0], self.front.seconds[0]

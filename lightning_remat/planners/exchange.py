@@ -6,6 +6,8 @@ they fit. The costs here are guesses from single runs; a replay decides.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..compiled import Floats, Ints, Small, njit
@@ -53,7 +55,7 @@ def propose(
     falling = -out_bytes[order]
     gains, partners = np.zeros(len(held)), np.zeros(len(held), np.int64)
     for k in range(len(held)):
-        freeing = np.searchsorted(falling, room - held_bytes[k], side="right")  # sets that free enough
+        freeing: Any = np.searchsorted(falling, room - held_bytes[k], side="right")  # sets that free enough
         if freeing > 0 and held_bytes[k] > room:
             partners[k] = cheapest[freeing - 1]
             gains[k] = held_seconds[k] - out_seconds[partners[k]]

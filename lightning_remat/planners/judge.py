@@ -39,7 +39,10 @@ class Judge:
 
     def cost(self, schedule: Schedule) -> Cost:
         """Its peak, of which bytes are exact, and seconds."""
-        codes = encode(self.graph, schedule)
+        return self.cost_of(encode(self.graph, schedule))
+
+    def cost_of(self, codes: Small) -> Cost:
+        """The same of actions as numbers."""
         peak_bytes = int(_peak(self._arrays, self._levels, self._fixed_bytes, codes))
         runs: Any = codes[codes & 3 == RUN] >> 2
         return Cost(peak_bytes, math.fsum([*self._forward_seconds[runs].tolist(), *self._backward_seconds]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import InfeasibleBudgetError
 from ..graph import Graph
@@ -19,7 +19,7 @@ from .griewank import plan_revolve
 from .judge import Judge
 from .kusumoto import plan_kusumoto_approx, plan_kusumoto_exact
 from .periodic import plan_periodic
-from .rotor import plan_rotor, plan_rotor_floating
+from .rotor import plan_rotor, plan_rotor_floating, rotor_candidates
 
 RIVALS: dict[Callable[[Graph, int], Schedule], int] = {
     plan_chen_cheap: 5000,
@@ -49,21 +49,12 @@ def rival_candidates(graph: Graph) -> Iterator[Candidate]:
             yield from _answers(judge, planner)
 
 
-def deep_candidates(graph: Graph, budgets_bytes: Iterable[int]) -> Iterator[Candidate]:
-    """What a planner for long chains answers to falling budgets and at its lowest peak.
-
-    It goes where no local search leads: `rotor`, or the recursion where the chain is too long for its tables.
-    """
-    judge = Judge(graph)
-    planner = plan_rotor if len(cut_stages(graph)) <= MOST_STAGES else plan_chen_recursive
-    for budget_bytes in budgets_bytes:
-        try:
-            schedule = planner(graph, budget_bytes)
-        except InfeasibleBudgetError as error:
-            schedule = planner(graph, int(error.minimum_bytes))
-            yield Candidate(*judge.cost(schedule), schedule)
-            return
-        yield Candidate(*judge.cost(schedule), schedule)
+def deep_candidates(graph: Graph) -> Iterator[Candidate]:
+    """What the planners for long chains answer to every budget: `rotor` where its tables are not too large."""
+    if len(cut_stages(graph)) <= MOST_STAGES:
+        yield from rotor_candidates(graph)
+    else:
+        yield from _answers(Judge(graph), plan_chen_recursive)
 
 
 def _answers(judge: Judge, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..chain import Chain, ChainSequence
 from ..graph import Graph
 from ..schedule import Schedule
+from .family import Candidate
 from .rotor_solver import solve_chain
-from .stage_search import SubFamily, plan_stages
+from .stage_search import SubFamily, plan_stages, stage_candidates
+
+_PERSISTENT = SubFamily(keeps_tapes=True, floating=False)
+_INPUTS_ONLY = SubFamily(keeps_tapes=False, floating=False)
 
 
 def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: bool = False) -> ChainSequence:
@@ -69,11 +75,17 @@ def plan_rotor(graph: Graph, budget_bytes: int, *, slots: int = 500) -> Schedule
     return plan_stages(
         graph,
         budget_bytes,
-        families=(SubFamily(keeps_tapes=True, floating=False),),
-        floor_families=(SubFamily(keeps_tapes=False, floating=False),),
+        families=(_PERSISTENT,),
+        floor_families=(_INPUTS_ONLY,),
         slots=slots,
         planner="rotor",
     )
+
+
+def rotor_candidates(graph: Graph, *, slots: int = 500) -> Iterator[Candidate]:
+    """All the schedules that `plan_rotor` chooses from, with their simulated peaks and seconds."""
+    for family in (_PERSISTENT, _INPUTS_ONLY):
+        yield from stage_candidates(graph, family, slots)
 
 
 def plan_rotor_floating(graph: Graph, budget_bytes: int, *, slots: int = 500) -> Schedule:

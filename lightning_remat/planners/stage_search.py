@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,12 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chain_steps import Steps, to_steps
+from ..compiled import Small
 from ..graph import Graph
+from ..graph_arrays import GraphArrays, decode, graph_arrays
 from ..schedule import Schedule
 from ..simulator import simulate
-from ..stage_lowering import lower_steps
+from ..stage_lowering import StageArrays, lower_steps, stage_arrays
 from ..stages import GraphStage, StageFigures, cut_stages, stage_figures
-from .family import fastest_that_fits, infeasible, trade_off
+from .family import Candidate, fastest_that_fits, infeasible, trade_off
 from .judge import Cost, Judge
 from .rotor_memory import least_memory
 from .rotor_problem import Problem, StageMemory, assemble, keep_all_memory
@@ -91,12 +94,24 @@ def plan_stages(
     raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner=planner)
 
 
+def stage_candidates(graph: Graph, family: SubFamily, slots: int) -> Iterator[Candidate]:
+    """What `plan_stages` chooses from: of a family's optimal sequences for every memory those that none beats."""
+    optima = _optima(graph, family, slots)
+    lowest = float("inf")
+    for index in sorted(range(optima.last + 1), key=lambda index: (optima.cost(index).seconds, optima.cost(index))):
+        cost = optima.cost(index)
+        if cost.peak_bytes < lowest:
+            lowest = cost.peak_bytes
+            yield Candidate(*cost, optima.schedule(index))
+
+
 @dataclass(frozen=True, slots=True)
 class _Optima:
     """A family's optimal sequences on a graph, by rising memory; the last one is that of ample memory.
 
     Attributes:
         graph: The operations.
+        arrays: The same as arrays.
         stages: Its stages.
         steps: The sequences.
         judge: Of the graph.
@@ -104,7 +119,8 @@ class _Optima:
     """
 
     graph: Graph
-    stages: tuple[GraphStage, ...]
+    arrays: GraphArrays
+    stages: StageArrays
     steps: tuple[Steps, ...]
     judge: Judge
     costs: dict[int, Cost] = field(default_factory=dict[int, Cost])
@@ -116,13 +132,16 @@ class _Optima:
 
     def schedule(self, index: int) -> Schedule:
         """A sequence as a schedule."""
-        return lower_steps(self.graph, self.stages, self.steps[index])
+        return decode(self.graph, self._lowered(index))
 
     def cost(self, index: int) -> Cost:
         """Simulated peak and seconds of a sequence."""
         if index not in self.costs:
-            self.costs[index] = self.judge.cost(self.schedule(index))
+            self.costs[index] = self.judge.cost_of(self._lowered(index))
         return self.costs[index]
+
+    def _lowered(self, index: int) -> Small:
+        return lower_steps(self.arrays, self.stages, self.steps[index])
 
 
 @lru_cache(maxsize=8)
@@ -131,7 +150,7 @@ def _optima(graph: Graph, family: SubFamily, slots: int) -> _Optima:
     problem = stage_problem(graph, stages, figures, family)
     table, memories = makespans_by_memory(problem, slots)
     steps = (*steps_at(problem, table, memories), to_steps(keep_all_sequence(problem)))
-    return _Optima(graph, stages, steps, Judge(graph))
+    return _Optima(graph, graph_arrays(graph), stage_arrays(stages), steps, Judge(graph))
 
 
 @lru_cache(maxsize=4)
