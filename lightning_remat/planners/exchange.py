@@ -55,7 +55,8 @@ def propose(
     falling = -out_bytes[order]
     gains, partners = np.zeros(len(held)), np.zeros(len(held), np.int64)
     for k in range(len(held)):
-        freeing: Any = np.searchsorted(falling, room - held_bytes[k], side="right")  # sets that free enough
+        # How many of the sets free enough.
+        freeing: Any = np.searchsorted(falling, room - held_bytes[k], side="right")  # pyright: ignore[reportUnknownVariableType]
         if freeing > 0 and held_bytes[k] > room:
             partners[k] = cheapest[freeing - 1]
             gains[k] = held_seconds[k] - out_seconds[partners[k]]

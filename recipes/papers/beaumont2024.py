@@ -4,7 +4,7 @@
     python -c "from papers.beaumont2024 import main; main('results')"    # the same without Hydra, from recipes/
 
 As in the paper: `sequential` cuts the chain into 2 to 2·√L segments of equally many stages, `revolve` and `rotor` get
-ten memory limits between zero and the plain peak (where they find nothing, their lowest peak), and `checkmate`, whose
+ten memory limits between zero and the plain peak, and then their lowest peak; and `checkmate`, whose
 linear programs are slow, runs on a selection. `auto` is ours, at the same limits.
 """
 
@@ -50,7 +50,7 @@ EXPERIMENTS: dict[str, dict[int, int]] = {
     "ResNet200": {224: 16},
     "DenseNet121": {224: 32, 500: 8},
     "Inception v3": {224: 32, 500: 8, 1000: 2},
-    "ResNet1001": {224: 8},  # last: rotor's dynamic program takes minutes for its thousand stages
+    "ResNet1001": {224: 8},
 }
 BUILDERS = {"ResNet200": imagenet_resnet, "ResNet1001": cifar_resnet}
 OPTIONS: dict[str, dict[str, Any]] = {"Inception v3": {"init_weights": False, "aux_logits": False}}
@@ -194,8 +194,8 @@ def curve(graph: Graph, planner: str, plain_bytes: int, effort: float) -> Iterat
         try:
             yield planned(graph, plain_bytes * k // LIMITS, planner, effort)
         except InfeasibleBudgetError:
-            yield lowest(graph, planner, effort)
-            return
+            break
+    yield lowest(graph, planner, effort)
 
 
 def summary(done: Sequence[Experiment]) -> Sheet:
