@@ -28,6 +28,7 @@ def main(config: DictConfig) -> None:
     print(OmegaConf.to_yaml(config, resolve=True))
     console = Console(width=max(100, Console().width))
     folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     graph = profiled(config)
     (folder / "graph.json").write_text(graph.to_json())
 
