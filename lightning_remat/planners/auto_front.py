@@ -36,10 +36,11 @@ ACTIONS_PER_EFFORT = 70_000_000
 DEEP_NODES = 700
 """In larger graphs the lowest peaks are out of reach of the local search, and planners for long chains help."""
 
-DEEP_EFFORT = 0.4
-"""Share of the search then, up to `DEEPER_NODES`; beyond, it grows with the square of the nodes."""
+DEEP_SHARE = 0.4
+"""Share of the search then: what those planners answer need not be found."""
 
 DEEPER_NODES = 1500
+"""Beyond, the share grows with the square of the nodes."""
 
 SEED_COLUMNS = 3000
 """Of the linear programs that seeds come from: larger ones take seconds and lead no further."""
@@ -119,6 +120,13 @@ def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
     return builder.front
 
 
+def _share(num_nodes: int) -> float:
+    """Of the usual effort, what a graph of so many nodes gets."""
+    if num_nodes <= DEEP_NODES:
+        return 1.0
+    return DEEP_SHARE if num_nodes <= DEEPER_NODES else (num_nodes / DEEPER_NODES) ** 2
+
+
 class FrontBuilder:
     """The parts of the search, which share the front, the effort and a watcher."""
 
@@ -126,8 +134,7 @@ class FrontBuilder:
         self.graph, self.problem, self.progress = graph, pack(graph), progress
         self.front = Front(graph, self.problem)
         self.is_deep = len(graph.nodes) > DEEP_NODES
-        share = max(DEEP_EFFORT, (len(graph.nodes) / DEEPER_NODES) ** 2) if self.is_deep else 1.0
-        self.last = int(effort * share * ACTIONS_PER_EFFORT)
+        self.last = int(effort * _share(len(graph.nodes)) * ACTIONS_PER_EFFORT)
         self.effort_below = self.last  # what the shares of the search for the lowest peak are of
         self.search = Search(self.problem, self.front.offer, max(1, int(self.last * WALK_SHARE)))
         self.random = np.random.default_rng(0)

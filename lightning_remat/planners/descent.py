@@ -39,8 +39,8 @@ class Search:
     Attributes:
         problem: The graph as arrays.
         found: Called with every state that the search passes through.
-        most_actions: Replayed actions after which one `descend` or `refill` ends where it is: in a graph of thousands
-            of nodes, near its lowest peak, thousands of moves each gain next to nothing.
+        most_actions: Replayed actions after which one `descend`, `refill` or `exchange` ends where it is: in a graph
+            of thousands of nodes, near its lowest peak, thousands of moves each gain next to nothing.
         num_actions: Actions replayed so far, the measure of effort: unlike time, the same in every run.
         guesses: Seconds that dropping a gap cost when last tried.
         savings: Seconds that holding a gap saved when last tried, 0 where the limit forbids it.
@@ -166,20 +166,24 @@ class Search:
 
     def exchange(self, state: State, limit: int) -> State:
         """The state after exchanges of one or two gaps for one or two others, while they save seconds."""
-        while True:
+        last = self.num_actions + self.most_actions
+        better: State | None = state
+        while better is not None and self.num_actions < last:
+            state = better
+            better = self._exchange_once(state, limit)
+        return state if better is None else better
+
+    def _exchange_once(self, state: State, limit: int) -> State | None:
+        _, _, num_actions = self.replay(state.windows)
+        moves, num_sets = propose(self.problem, self.work, self.guesses, num_actions, limit, MOST_EXCHANGES)
+        self.num_actions += num_sets + ACTIONS_PER_CALL
+        for rows in moves:
             windows = state.windows.copy()
-            _, _, num_actions = self.replay(windows)
-            moves, num_sets = propose(self.problem, self.work, self.guesses, num_actions, limit, MOST_EXCHANGES)
-            self.num_actions += num_sets + ACTIONS_PER_CALL
-            for rows in moves:
-                trial = windows.copy()
-                if all(change_over(trial, row) for row in rows if row[VALUE] >= 0):
-                    peak, seconds, num_actions = self.replay(trial)
-                    if num_actions and peak <= limit and seconds < state.seconds - LEAST_SECONDS:
-                        state = self.refill(State(peak, seconds, trial), limit)
-                        break
-            else:
-                return state
+            if all(change_over(windows, row) for row in rows if row[VALUE] >= 0):
+                peak, seconds, num_actions = self.replay(windows)
+                if num_actions and peak <= limit and seconds < state.seconds - LEAST_SECONDS:
+                    return self.refill(State(peak, seconds, windows), limit)
+        return None
 
     def kick(self, state: State, limit: int, random: np.random.Generator) -> State:
         """A neighbour of `state`: absences of a random stretch of nodes are lifted, then the limit is restored."""
