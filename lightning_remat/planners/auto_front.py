@@ -40,7 +40,12 @@ DEEP_SHARE = 0.4
 """Share of the search then: what those planners answer need not be found."""
 
 DEEPER_NODES = 1500
-"""Beyond, the share grows with the square of the nodes."""
+"""Beyond, the share grows with the square of the nodes, and the lowest two levels are searched in smaller steps."""
+
+BRIDGE_STEPS = 16
+
+BRIDGE_SHARE = 0.6
+"""Of the effort, for those steps."""
 
 SEED_COLUMNS = 3000
 """Of the linear programs that seeds come from: larger ones take seconds and lead no further."""
@@ -116,6 +121,8 @@ def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
         builder.find_lowest()
         builder.press()
         builder.sweep()
+        if len(graph.nodes) > DEEPER_NODES:
+            builder.bridge()
         builder.polish()
     return builder.front
 
@@ -232,6 +239,18 @@ class FrontBuilder:
             if self.search.num_actions > 1.1 * self.last:
                 break
             self.search.refill(self._best(limit), limit)
+
+    def bridge(self) -> None:
+        """Down from two levels above the lowest peak in small steps, where that of a level is too large for the search."""
+        last = self.search.num_actions + int(BRIDGE_SHARE * self.last)
+        low, above = self.levels()[-1], self.levels()[-3]
+        state = self._best(above)
+        for k in range(1, BRIDGE_STEPS + 1):
+            limit = above - (above - low) * k // BRIDGE_STEPS
+            self._tell(k / BRIDGE_STEPS, "near the lowest peak")
+            state = self._settle(state, limit, probes=4)
+            if state.peak_bytes > limit or self.search.num_actions > last:
+                break
 
     def polish(self) -> None:
         """Exchanges and kicks at every level in turn until the effort is spent or some rounds have found nothing."""
