@@ -241,7 +241,7 @@ class FrontBuilder:
             self.search.refill(self._best(limit), limit)
 
     def bridge(self) -> None:
-        """Down from two levels above the lowest peak in small steps, where that of a level is too large for the search."""
+        """Down from two levels above the lowest peak in small steps: one of a level is too large for the search."""
         last = self.search.num_actions + int(BRIDGE_SHARE * self.last)
         low, above = self.levels()[-1], self.levels()[-3]
         state = self._best(above)
