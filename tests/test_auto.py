@@ -219,3 +219,23 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
         plan_auto(graph, 0, effort=SMALL)
     assert error.value.minimum_bytes <= lowest
     FRONTS.forget()
+
+
+def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = convolutions()
+    monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
+    monkeypatch.setattr(auto_front, "DEEPER_NODES", 12)
+    FRONTS.forget()
+    with pytest.raises(InfeasibleBudgetError) as error:
+        plan_rotor(graph, 0)
+    lowest, plain = int(error.value.minimum_bytes), plan(graph, 1 << 40, "keep_all").peak_bytes
+    for k in range(20):
+        budget = lowest + (plain - lowest) * k // 19
+        ours, theirs = (simulate(graph, planner(graph, budget)) for planner in (small_auto, plan_rotor))
+        assert ours.peak_bytes <= budget
+        assert ours.seconds <= theirs.seconds
+    FRONTS.forget()
+
+
+def small_auto(graph: Graph, budget_bytes: int) -> Schedule:
+    return plan_auto(graph, budget_bytes, effort=SMALL)
