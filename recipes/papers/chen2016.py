@@ -189,7 +189,8 @@ class Curve:
         sheet.note += (
             f" At {self.sizes[-1]} {self.unit}, none takes {last['none'] / last['sharing']:.1f} times what sharing "
             f"takes, sharing {last['sharing'] / last['sublinear']:.1f} times what sublinear takes, and sublinear "
-            f"{last['sublinear'] / last['auto']:.1f} times what auto takes at no more than {MOST_OVERHEAD:.0%}."
+            f"{last['sublinear'] / last['auto']:.1f} times what auto takes at no more than {MOST_OVERHEAD:.0%}. "
+            "The buffers are assigned afterwards: auto, which lowers the true peak, may need more of them."
         )
         return sheet
 
