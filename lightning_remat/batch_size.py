@@ -11,8 +11,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .batch_search.candidate_search import CandidateSearch
-from .batch_search.trial import STEPS_PER_TRIAL, StepModel, Trial, install, model_step, uninstall
+from .batch_search.candidate_search import CandidateSearch, Choice
+from .batch_search.trial import (
+    STEPS_PER_TRIAL,
+    StepModel,
+    Trial,
+    install,
+    model_step,
+    planned_out_of_place,
+    uninstall,
+)
 from .budget import format_bytes
 from .device_memory import device_memory
 from .errors import InfeasibleBudgetError
@@ -60,13 +68,15 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     if takes_from_budget:
         _rehearse(trial, search)
     if lowest:
-        trial.share(search.settle_for_lowest)
+        apart = planned_out_of_place(trial, search.model, with_scratch=settings.counts_scratch)
+        models = [search.model, *([] if apart is None else [apart])]
+        trial.share(lambda: search.settle_for_lowest(*models))
     good: Result | None = None
     num_steps = measured = 0
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
         try:
-            choice = trial.share(search.choose)
+            choice = trial.share(search.choose) if good is not None else _first_choice(trial, search)
         except InfeasibleBudgetError:
             if good is None:
                 raise
@@ -113,6 +123,28 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         f"last time at {found}: raise memory_budget",
         minimum_bytes=measured,
     )
+
+
+def _first_choice(trial: Trial, search: CandidateSearch) -> Choice:
+    """What to execute; where nothing fits, in-place activations are planned as operations of their own.
+
+    Raises:
+        InfeasibleBudgetError: Nothing fits either way; of the two errors that with the lower peak.
+    """
+    try:
+        return trial.share(search.choose)
+    except InfeasibleBudgetError as error:
+        own = search.model
+        apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
+        if apart is None:
+            raise
+        logger.info("no plan fits; in-place activations are planned out of place, which lets their inputs go earlier")
+        search.exchange(apart)
+        try:
+            return trial.share(search.choose)
+        except InfeasibleBudgetError as other:
+            search.exchange(own)
+            raise min(error, other, key=lambda e: e.minimum_bytes) from None
 
 
 def _free_bytes(trial: Trial) -> int:

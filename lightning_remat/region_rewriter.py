@@ -15,9 +15,10 @@ from .footprint import outside_bytes
 from .graph import Graph
 from .nested import tensors_in
 from .planner import Plan
-from .region_search import find_regions, parts_of, traced_call
+from .program import Program
+from .region_search import find_regions, parts_of, profiled_out_of_place, traced_call
 from .regions import View, look_through
-from .rewriter import checked_program, install_regions
+from .rewriter import as_planned, checked_program, install_regions, restore
 from .schedule import Schedule
 from .step_memory import Surroundings
 from .step_planner import StepPlan, plain_timeline, plan_step
@@ -82,7 +83,17 @@ def rewrite_regions(
     )
     around = Surroundings(outside_bytes(module, view, tensors_in((args, kwargs))), 0, is_alone=True)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
-    return _fitted(parts, around, budget_of, planner)
+    try:
+        return _fitted(parts, around, budget_of, planner)
+    except InfeasibleBudgetError as infeasible:
+        restore(module)
+        apart = parts.out_of_place(look)
+        if apart is None:
+            raise
+        try:
+            return _fitted(apart, around, budget_of, planner)
+        except InfeasibleBudgetError as other:
+            raise min(infeasible, other, key=lambda e: e.minimum_bytes) from None
 
 
 def _install_earlier(
@@ -91,13 +102,20 @@ def _install_earlier(
     if plan.step is None:
         raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
     calls = {call.name: call for call in look(list(plan.step.plans)).calls}
-    programs = {name: checked_program(traced_call(calls[name]), part) for name, part in plan.step.plans.items()}
+    programs: dict[str, Program] = {}
+    for name, part in plan.step.plans.items():
+        call = calls[name]
+        with call.ambient.restored():
+            programs[name] = checked_program(as_planned(traced_call(call), call.args, call.kwargs, part), part)
     install_regions(module, programs, plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """A module taken apart, with the arguments of a step."""
+    """A module taken apart, with the arguments of a step.
+
+    The plain graphs are those of the parts as they run without a plan, where what is planned is out of place.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -106,6 +124,22 @@ class _Parts:
     graphs: dict[str, Graph]
     traced: dict[str, TracedModule]
     reasons: tuple[str, ...]
+    plain_graphs: dict[str, Graph] | None = None
+
+    def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
+        """The same with in-place activations as operations of their own; None if there are none."""
+        traced, graphs = profiled_out_of_place(look(list(self.graphs)).calls)
+        if not traced:
+            return None
+        return replace(self, traced=self.traced | traced, graphs=self.graphs | graphs, plain_graphs=self.graphs)
+
+    def plain_peak(self, around: Surroundings) -> int:
+        """The peak of the step without a plan."""
+        return plain_timeline(self.keys, self.plain_graphs or self.graphs, around).peak_bytes
+
+    def plan(self, budget_bytes: int, planner: str | Callable[..., Schedule], around: Surroundings) -> StepPlan:
+        """A plan for each part, such that the whole step stays within the budget."""
+        return plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
 
     def install(self, step: StepPlan, plan: Plan) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
@@ -125,14 +159,14 @@ def _fitted(
     good: Plan | None = None
     budget = measured = 0
     for number in range(_MOST_STEPS):
-        budget = budget_of(plain_timeline(parts.keys, parts.graphs, around).peak_bytes)
+        budget = budget_of(parts.plain_peak(around))
         try:
-            step = plan_step(parts.keys, parts.graphs, budget, planner, around)
+            step = parts.plan(budget, planner, around)
         except InfeasibleBudgetError as error:
             if number:
                 raise
             # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
-            step = plan_step(parts.keys, parts.graphs, int(error.minimum_bytes), planner, around)
+            step = parts.plan(int(error.minimum_bytes), planner, around)
         parts.install(step, step.as_plan(name))
         measured = step_peak(parts.module, parts.args, parts.kwargs)
         excess = measured - step.predicted_peak_bytes

@@ -15,7 +15,7 @@ from .nested import flatten
 from .profiler import profile
 from .refusals import is_sharded, reason_against
 from .regions import Call, NoCallError, View
-from .tracer import TracedModule, trace
+from .tracer import TracedModule, trace, trace_out_of_place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +82,23 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
             return Regions(view, found, (*reasons.values(), *inside))
         watched = _outermost(inner for m in called for inner in ([m] if m in traced else _parts_within(m)))
     return Regions(View([], 0), {}, tuple(reasons.values()))
+
+
+def profiled_out_of_place(calls: Iterable[Call], **options: Any) -> tuple[dict[str, TracedModule], dict[str, Graph]]:
+    """The submodules that overwrite in activations, with these as operations of their own: name → operations, profile.
+
+    Args:
+        calls: The arguments of the first call of each submodule serve.
+        **options: Of `profile`.
+    """
+    traced: dict[str, TracedModule] = {}
+    graphs: dict[str, Graph] = {}
+    for call in {call.name: call for call in reversed(list(calls))}.values():
+        with call.ambient.restored():
+            apart = trace_out_of_place(call.module, *call.args, **call.kwargs)
+            if apart is not None:
+                traced[call.name], graphs[call.name] = apart, profile(apart, *call.args, **options, **call.kwargs)
+    return traced, graphs
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,7 +22,7 @@ from .planner import plan as make_plan
 from .profiler import profile
 from .refusals import reason_against
 from .region_rewriter import rewrite_regions
-from .rewriter import Rewriting, checked_program, install, restore
+from .rewriter import Rewriting, as_planned, checked_program, install, restore
 from .schedule import Schedule
 from .self_check import find_difference
 from .step_run import step_outcome
@@ -93,7 +93,7 @@ def rematerialize(
             if plan is None:
                 traced, made = _planned(traced, args, kwargs, budget_of, planner)
             else:
-                traced, made = _traced_as_planned(traced, args, kwargs, plan), plan
+                traced, made = as_planned(traced, args, kwargs, plan), plan
             install(module, checked_program(traced, made), made)
         if self_check:
             made = _checked(module, args, kwargs, made)
@@ -156,15 +156,6 @@ def _planned(
             raise min(error, other, key=lambda e: e.minimum_bytes) from None
         traced, made = apart, replace(made, plain=plain.simulation)
     return traced, replace(made, rung=traced.rung, reasons=traced.reasons)
-
-
-def _traced_as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
-    """The operations that an earlier plan is for: in-place activations are apart in some."""
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] == names:
-        return traced
-    apart = trace_out_of_place(traced.module, *args, **kwargs)
-    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def _log(module: nn.Module, plan: Plan) -> None:

@@ -19,11 +19,27 @@ from .nested import flatten
 from .planner import Plan
 from .program import Program, compile_schedule
 from .refusals import is_captured
-from .tracer import TracedModule
+from .tracer import TracedModule, trace_out_of_place
 from .watch import Watch
 
 _STATE = "_rematerialization"
 _REPLICATE = "_replicate_for_data_parallel"
+
+
+def as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
+    """The operations that an earlier plan is for: in-place activations are apart in some.
+
+    Args:
+        traced: The module, in-place activations in place.
+        args: Positional arguments of the call that was traced.
+        kwargs: Its keyword arguments.
+        plan: Made for this module, or for another, of which `checked_program` tells.
+    """
+    names = [node.name for node in plan.graph.nodes]
+    if [operation.name for operation in traced.operations] == names:
+        return traced
+    apart = trace_out_of_place(traced.module, *args, **kwargs)
+    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def checked_program(traced: TracedModule, plan: Plan) -> Program:
@@ -71,9 +87,9 @@ class _Rewritten:
 
 
 def install(module: nn.Module, program: Program, plan: Plan) -> None:
-    """Puts the program in the place of the module's forward; one that recomputes nothing leaves it."""
+    """Puts the program in the place of the module's forward; one that changes nothing leaves it."""
     restore(module)
-    if plan.num_recomputed:
+    if plan.num_recomputed or plan.peak_bytes < plan.plain.peak_bytes:
         forced(module, program, plan)
 
 

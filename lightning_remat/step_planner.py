@@ -30,12 +30,15 @@ class StepPlan:
         keys: The regions' names in the order of their calls; a module that is called twice appears twice.
         plans: Region name → its plan.
         surroundings: What is alive beside the regions.
+        plain_graphs: The regions as they run without a plan, where that is not what was planned (in-place activations
+            as operations of their own).
     """
 
     budget_bytes: int
     keys: tuple[str, ...]
     plans: dict[str, Plan]
     surroundings: Surroundings
+    plain_graphs: dict[str, Graph] | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -46,7 +49,8 @@ class StepPlan:
     @property
     def plain_timeline(self) -> Timeline:
         """The step without recomputation."""
-        return plain_timeline(self.keys, {k: p.graph for k, p in self.plans.items()}, self.surroundings)
+        graphs = self.plain_graphs or {k: p.graph for k, p in self.plans.items()}
+        return plain_timeline(self.keys, graphs, self.surroundings)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -96,14 +100,15 @@ class StepPlan:
 
     def to_json(self) -> str:
         """The step as JSON text; `from_json` reads it and replays the schedules."""
-        return json.dumps(
-            {
-                "budget_bytes": self.budget_bytes,
-                "keys": self.keys,
-                "surroundings": asdict(self.surroundings),
-                "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
-            }
-        )
+        data: dict[str, Any] = {
+            "budget_bytes": self.budget_bytes,
+            "keys": self.keys,
+            "surroundings": asdict(self.surroundings),
+            "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
+        }
+        if self.plain_graphs is not None:
+            data["plain_graphs"] = {name: json.loads(graph.to_json()) for name, graph in self.plain_graphs.items()}
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
@@ -114,7 +119,9 @@ class StepPlan:
         """
         data = json.loads(text)
         plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
-        return cls(data["budget_bytes"], tuple(data["keys"]), plans, Surroundings(**data["surroundings"]))
+        graphs: dict[str, Any] = data.get("plain_graphs", {})
+        plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()} or None
+        return cls(data["budget_bytes"], tuple(data["keys"]), plans, Surroundings(**data["surroundings"]), plain)
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:
@@ -178,6 +185,8 @@ def plan_step(
     budget_bytes: int,
     planner: str | Callable[..., Schedule],
     surroundings: Surroundings,
+    *,
+    plain_graphs: dict[str, Graph] | None = None,
     **options: Any,
 ) -> StepPlan:
     """A plan by which the whole step stays within the budget.
@@ -186,13 +195,23 @@ def plan_step(
     are alive in the forward, it is planned again for less. Several calls share the budget as `region_options.choose`
     finds cheapest.
 
+    Args:
+        keys: The regions' names in the order of their calls.
+        graphs: Region name → the operations to plan.
+        budget_bytes: What the step must not exceed.
+        planner: A name of `PLANNERS` or a function.
+        surroundings: What is alive beside the regions.
+        plain_graphs: Region name → the operations that it runs without a plan, where they are others.
+        **options: Passed to the planner.
+
     Raises:
         InfeasibleBudgetError: No plan fits; carries the least budget for the whole step.
     """
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
     # A plan that keeps all, as the planner in question would have made it.
     plain = {
-        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes) for k, g in graphs.items()
+        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes)
+        for k, g in (plain_graphs or graphs).items()
     }
     found = StepPlan(budget_bytes, tuple(keys), plain, surroundings)
     if found.predicted_peak_bytes <= budget_bytes:
@@ -200,28 +219,31 @@ def plan_step(
     if len(keys) > 1:
         schedules = choose(keys, graphs, budget_bytes, planner, surroundings, **options)
         plans = {
-            k: replace(p, schedule=schedules[k], simulation=simulate(p.graph, schedules[k])) for k, p in plain.items()
+            k: replace(p, graph=graphs[k], schedule=schedules[k], simulation=simulate(graphs[k], schedules[k]))
+            for k, p in plain.items()
         }
-        found = replace(found, plans=plans)
+        found = replace(found, plans=plans, plain_graphs=plain_graphs)
     else:
-        found = _planned_region(found, planner, options)
+        found = _planned_region(replace(found, plain_graphs=plain_graphs), graphs[keys[0]], planner, options)
     if found.predicted_peak_bytes > budget_bytes:
         raise _infeasible(found)
     return found
 
 
-def _planned_region(step: StepPlan, planner: str | Callable[..., Schedule], options: dict[str, Any]) -> StepPlan:
+def _planned_region(
+    step: StepPlan, graph: Graph, planner: str | Callable[..., Schedule], options: dict[str, Any]
+) -> StepPlan:
     """The step with its one region planned for the budget, or for the lowest peak that the planner reaches."""
     ((key, plain),) = step.plans.items()
     around = step.surroundings.resident_bytes + step.surroundings.correction_bytes
     budget, floor = step.budget_bytes - around, 0
     for number in range(_MOST_ROUNDS):
         try:
-            made = plan(plain.graph, budget, planner, **options)
+            made = plan(graph, budget, planner, **options)
         except InfeasibleBudgetError as error:
             budget = floor = int(error.minimum_bytes)
-            made = plan(plain.graph, budget, planner, **options)
-        step = replace(step, plans={key: made})
+            made = plan(graph, budget, planner, **options)
+        step = replace(step, plans={key: replace(made, plain=plain.plain)})
         excess = step.predicted_peak_bytes - step.budget_bytes
         if excess <= 0 or budget <= floor:
             break

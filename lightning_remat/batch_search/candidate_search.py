@@ -10,7 +10,7 @@ from ..budget import format_bytes, parse_budget
 from ..errors import InfeasibleBudgetError
 from ..result import Candidate
 from ..settings import Settings
-from ..step_planner import StepPlan, plain_timeline, plan_step
+from ..step_planner import StepPlan
 from .schedule_pool import SchedulePool, make_pool
 from .trial import StepModel
 
@@ -67,7 +67,7 @@ class CandidateSearch:
 
     def plain_peak(self, size: int) -> int:
         """Predicted peak of the step without recomputation."""
-        return plain_timeline(self.model.keys, self.model.graphs_at(size), self.model.surroundings_at(size)).peak_bytes
+        return self.model.plain_timeline(size).peak_bytes
 
     def budget(self, size: int) -> int:
         """The budget of the step in bytes; a percentage is of the plain step as the loader has it."""
@@ -83,17 +83,16 @@ class CandidateSearch:
         """Plans for a batch size, once for each state of the model; with earlier schedules only, if they will do."""
         if size in self.trials:
             return self.trials[size].fits
-        graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
-        plain = plain_timeline(self.model.keys, graphs, around)
+        around, plain = self.model.surroundings_at(size), self.model.plain_timeline(size)
         plain_rate = size / max(sum(plain.seconds) + around.seconds, 1e-12)
         budget = int(self.budget(size) * self.tight)
         step = None if plain.peak_bytes <= budget else self._pooled(size)
         needed: int | None = None
         if step is None and not ask_planner and plain.peak_bytes > budget and self.pool is not None:
-            needed = self.pool.lowest_peak(self.model.keys, graphs, around)
+            needed = self.pool.lowest_peak(self.model.keys, self.model.graphs_at(size), around)
         elif step is None or ask_planner:
             try:
-                planned = plan_step(self.model.keys, graphs, budget, self.settings.planner, around)
+                planned = self.model.plan(size, budget, self.settings.planner)
                 if self.pool is not None and planned.num_recomputed:
                     self.pool = self.pool.added({k: p.schedule for k, p in planned.plans.items()})
                 step = planned if step is None or planned.seconds <= step.seconds else step
@@ -128,17 +127,32 @@ class CandidateSearch:
             graphs, around = self.model.graphs_at(at), self.model.surroundings_at(at)
             self.pool = make_pool(self.model.keys, graphs, self.settings.planner, around)
         graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
+        plain = None if self.model.planned is None else self.model.plain_graphs_at(size)
         budget = int(self.budget(size) * self.tight)
-        return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead)
+        return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead, plain)
 
-    def settle_for_lowest(self) -> None:
-        """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""
+    def settle_for_lowest(self, *models: StepModel) -> None:
+        """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step.
+
+        Args:
+            *models: Of the step; the one with the lowest peak is taken.
+        """
         self.sizes = self.sizes[:1]
         self.settings = replace(self.settings, memory_budget=1, max_overhead=None)
+        lowest = [self._lowest_peak(model) for model in models]
+        self.exchange(models[lowest.index(min(lowest))])
+        self.settings = replace(self.settings, memory_budget=int(min(lowest) * _ABOVE_LOWEST))
+
+    def _lowest_peak(self, model: StepModel) -> int:
+        self.exchange(model)
         try:
-            self.choose()
+            return self.choose().step.predicted_peak_bytes
         except InfeasibleBudgetError as error:
-            self.settings = replace(self.settings, memory_budget=int(error.minimum_bytes * _ABOVE_LOWEST))
+            return int(error.minimum_bytes)
+
+    def exchange(self, model: StepModel) -> None:
+        """From here on it plans by another model of the same step; what was planned by the old one is stale."""
+        self.model, self.pool = model, None
         self.trials, self.steps = {}, {}
 
     def correct(self, excess_bytes: int, size: int) -> None:

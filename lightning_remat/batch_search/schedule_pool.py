@@ -40,13 +40,15 @@ class SchedulePool:
         budget_bytes: int,
         surroundings: Surroundings,
         max_overhead: float | None,
+        plain_graphs: dict[str, Graph] | None = None,
     ) -> StepPlan | None:
         """The fastest of them that stays within the budget (and the overhead) on these graphs; None if none does."""
-        plain = {k: simulate(g, lower_kept(g, range(len(g.nodes)))) for k, g in graphs.items()}
+        own = plain_graphs or graphs
+        plain = {k: simulate(g, lower_kept(g, range(len(g.nodes)))) for k, g in own.items()}
         found: StepPlan | None = None
         for entry in self.entries:
             plans = {k: self._plan(g, entry[k], budget_bytes, plain[k]) for k, g in graphs.items()}
-            step = StepPlan(budget_bytes, tuple(keys), plans, surroundings)
+            step = StepPlan(budget_bytes, tuple(keys), plans, surroundings, plain_graphs)
             if step.predicted_peak_bytes > budget_bytes:
                 continue
             if max_overhead is not None and step.recompute_overhead > max_overhead:

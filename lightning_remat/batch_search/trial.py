@@ -13,15 +13,17 @@ from torch import nn
 
 from ..errors import TraceError
 from ..graph import Graph
-from ..region_search import find_regions
+from ..region_search import find_regions, profiled_out_of_place
 from ..regions import View
 from ..rematerializer import rematerialize
 from ..rewriter import restore
-from ..step_memory import Surroundings
-from ..step_planner import StepPlan
+from ..schedule import Schedule
+from ..step_memory import Surroundings, Timeline
+from ..step_planner import StepPlan, plain_timeline, plan_step
 from .batch_scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
 
 T = TypeVar("T")
+Profile = ScalableGraph | Graph
 logger = logging.getLogger(__name__)
 
 STEPS_PER_TRIAL = 2
@@ -77,21 +79,45 @@ class StepModel:
 
     Attributes:
         keys: The regions' names in the order of their calls.
-        line: The two profiled sizes; None where there is one.
+        sizes: The one or two sizes that were profiled.
         graphs: Region name → its profile, or profiles at two sizes.
         around: What is alive beside the regions at the one or two sizes.
         excess: What measured steps needed beyond the profile's prediction, batch size → bytes, the last one last.
+        planned: The regions that are planned out of place; None for a model of nothing but what runs without a plan.
     """
 
     keys: tuple[str, ...]
-    line: Line | None
-    graphs: dict[str, ScalableGraph | Graph]
+    sizes: tuple[int, ...]
+    graphs: dict[str, Profile]
     around: tuple[Surroundings, ...]
     excess: dict[int, int] = field(default_factory=dict[int, int])
+    planned: dict[str, Profile] | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """The two profiled sizes; None where there is one."""
+        return Line(*self.sizes) if len(self.sizes) > 1 else None
+
+    def plain_graphs_at(self, size: int) -> dict[str, Graph]:
+        """The regions' operations as they run without a plan."""
+        return _at(self.graphs, size)
 
     def graphs_at(self, size: int) -> dict[str, Graph]:
-        """The regions' operations at a batch size."""
-        return {k: g.at(size) if isinstance(g, ScalableGraph) else g for k, g in self.graphs.items()}
+        """The regions' operations to plan."""
+        return _at(self.graphs | (self.planned or {}), size)
+
+    def plain_timeline(self, size: int) -> Timeline:
+        """The step without recomputation."""
+        return plain_timeline(self.keys, self.plain_graphs_at(size), self.surroundings_at(size))
+
+    def plan(self, size: int, budget_bytes: int, planner: str | Callable[..., Schedule]) -> StepPlan:
+        """A plan by which the step of a batch size stays within the budget.
+
+        Raises:
+            InfeasibleBudgetError: None does.
+        """
+        around, plain = self.surroundings_at(size), None if self.planned is None else self.plain_graphs_at(size)
+        return plan_step(self.keys, self.graphs_at(size), budget_bytes, planner, around, plain_graphs=plain)
 
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected."""
@@ -125,18 +151,31 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
         keys.append(tuple(call.name for call in regions.view.calls))
         profiles.append(regions.profiled(with_scratch=with_scratch))
         around.append(trial.surroundings(regions.view, size))
-    if len(sizes) == 1:
-        return StepModel(keys[0], None, {**profiles[0]}, tuple(around))
-    if keys[0] != keys[1]:
+    if keys[0] != keys[-1]:
         raise ValueError(
             f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}: give a fixed "
             "batch_size"
         )
-    line = Line(*sizes)
-    graphs: dict[str, ScalableGraph | Graph] = {
-        key: ScalableGraph(line, profiles[0][key], profiles[1][key]) for key in profiles[0]
-    }
-    return StepModel(keys[0], line, graphs, tuple(around))
+    return StepModel(keys[0], tuple(sizes), _joined(sizes, profiles), tuple(around))
+
+
+def planned_out_of_place(trial: Trial, model: StepModel, *, with_scratch: bool) -> StepModel | None:
+    """The model with in-place activations as operations of their own, where any are and it does not have it so yet."""
+    if model.planned is not None:
+        return None
+    calls = (trial.look_through(size, list(model.graphs)).calls for size in model.sizes)  # one at a time
+    profiles = [profiled_out_of_place(c, with_scratch=with_scratch)[1] for c in calls]
+    return replace(model, planned=_joined(model.sizes, profiles)) if profiles[0] else None
+
+
+def _joined(sizes: Sequence[int], profiles: Sequence[dict[str, Graph]]) -> dict[str, Profile]:
+    if len(sizes) == 1:
+        return {**profiles[0]}
+    return {key: ScalableGraph(Line(*sizes), profiles[0][key], profiles[1][key]) for key in profiles[0]}
+
+
+def _at(profiles: dict[str, Profile], size: int) -> dict[str, Graph]:
+    return {k: p.at(size) if isinstance(p, ScalableGraph) else p for k, p in profiles.items()}
 
 
 def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:

@@ -12,13 +12,14 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from ..batch_search.trial import install, model_step, uninstall
+from ..batch_search.trial import install, model_step, planned_out_of_place, uninstall
 from ..budget import format_bytes
+from ..errors import InfeasibleBudgetError
 from ..out_of_memory import is_out_of_memory
 from ..preserve import record, record_random
 from ..result import Result
 from ..settings import Settings
-from ..step_planner import StepPlan, plan_step
+from ..step_planner import StepPlan
 from .lightning_private import logged_results
 from .lightning_trial import LightningTrial
 
@@ -82,9 +83,13 @@ class StepRetry:
         model = model_step(trial, [trial.batch_size], with_scratch=self.settings.counts_scratch)
         known = self.result.step.surroundings.correction_bytes
         model = model.corrected(max(0, known), trial.batch_size)
-        size = trial.batch_size
-        around = model.surroundings_at(size)
         budget = int(self.result.budget_bytes * _TIGHTER)
-        plan = plan_step(model.keys, model.graphs_at(size), budget, self.settings.planner, around)
-        self.modules[:] = install(trial, size, plan)  # the callback restores what this list holds
+        try:
+            plan = model.plan(trial.batch_size, budget, self.settings.planner)
+        except InfeasibleBudgetError:
+            apart = planned_out_of_place(trial, model, with_scratch=self.settings.counts_scratch)
+            if apart is None:
+                raise
+            plan = apart.plan(trial.batch_size, budget, self.settings.planner)
+        self.modules[:] = install(trial, trial.batch_size, plan)  # the callback restores what this list holds
         return plan

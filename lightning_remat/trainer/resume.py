@@ -10,15 +10,13 @@ from typing import Any
 import lightning
 import torch
 
-from ..planner import Plan
 from ..regions import submodules
 from ..result import Candidate, Result
 from ..settings import Settings
-from ..step_memory import Surroundings
 from ..step_planner import StepPlan
 from .lightning_trial import LightningTrial
 
-_VERSION = 1
+_VERSION = 2
 
 
 def fingerprint(trial: LightningTrial, settings: Settings) -> str:
@@ -42,7 +40,6 @@ def fingerprint(trial: LightningTrial, settings: Settings) -> str:
 
 def to_state(result: Result, mark: str) -> dict[str, Any]:
     """The result as plain values, which load with `weights_only=True`."""
-    step = result.step
     return {
         "fingerprint": mark,
         "batch_size": result.batch_size,
@@ -52,10 +49,7 @@ def to_state(result: Result, mark: str) -> dict[str, Any]:
         "num_steps": result.num_steps,
         "choice": result.choice,
         "trials": json.dumps([asdict(t) for t in result.trials]),
-        "step_budget_bytes": step.budget_bytes,
-        "keys": list(step.keys),
-        "surroundings": asdict(step.surroundings),
-        "plans": {name: plan.to_json() for name, plan in step.plans.items()},
+        "step": result.step.to_json(),
     }
 
 
@@ -63,16 +57,10 @@ def resumed_result(state: dict[str, Any], mark: str) -> Result | None:
     """The stored result; None where model, device or settings have changed since."""
     if state.get("fingerprint") != mark:
         return None
-    step = StepPlan(
-        budget_bytes=state["step_budget_bytes"],
-        keys=tuple(state["keys"]),
-        plans={name: Plan.from_json(text) for name, text in state["plans"].items()},
-        surroundings=Surroundings(**state["surroundings"]),
-    )
     return Result(
         batch_size=state["batch_size"],
         budget_bytes=state["budget_bytes"],
-        step=step,
+        step=StepPlan.from_json(state["step"]),
         measured_peak_bytes=state["measured_peak_bytes"],
         plain_peak_bytes=state["plain_peak_bytes"],
         trials=tuple(Candidate(**t) for t in json.loads(state["trials"])),
