@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,8 @@ class GradientProbe:
         holds: Whether the outputs' gradients stay until the probe dies, as those do that others hold too.
         strides: Those of the outputs' gradients that do not lie in memory as the outputs do, by the number of the
             output among those with gradients.
+        adding: Targets whose gradients go as soon as they are made, as those of parameters that are added to what
+            the backward of another operation made.
 
     Attributes:
         gradients: For each target, its gradient or None, once run.
@@ -101,6 +104,7 @@ class GradientProbe:
         *,
         holds: bool = False,
         strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        adding: Collection[Tensor] = (),
     ) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._targets = targets
@@ -109,11 +113,17 @@ class GradientProbe:
         sources: list[Tensor] = [_Source.apply(t, strides.get(k), self._made, self._held) for k, t in with_gradients]
         self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in sources]
         self._roots = [get_gradient_edge(t) for t in sources]  # unlike the tensors they hold no memory
+        self._adding = [(t, t.detach().new_zeros(()).expand(t.shape)) for t in adding]
         self.gradients: list[Tensor | None] = []
 
     def run(self) -> None:
         """Runs the backward, once."""
-        found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+        handles = [t.register_hook(partial(_exchange, nothing)) for t, nothing in self._adding]
+        try:
+            found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
         self._roots.clear()
         self.gradients = list(found)
 
@@ -122,6 +132,11 @@ class GradientProbe:
         made = [storage for reference in self._made if (storage := reference()) is not None]
         storages = [None if g is None else tensor_storage(g) for g in self.gradients]
         return [any(s is m for m in made) for s in storages]
+
+
+def _exchange(nothing: Tensor, _gradient: Tensor) -> Tensor:
+    """What autograd returns instead of a gradient, which then is gone as if it were added elsewhere."""
+    return nothing
 
 
 def has_several_backwards(outputs: Iterable[Tensor]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from .cost_model import CostCounter
 from .decisions import call_key, decides_alike
 from .evaluation import attribute, call, detached, evaluate
 from .gradient_layouts import Layouts, gradient_layouts
+from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .graph import Graph, Node
 from .hooks import silenced_tensor_hooks
@@ -82,7 +83,8 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
             for n in range(len(traced.operations)):
                 profiler.measure(n)
             profiler.start_over()
-        nodes = profiler.owned([profiler.measure(n) for n in range(len(traced.operations))])
+        nodes = [profiler.measure(n) for n in range(len(traced.operations))]
+        nodes = profiler.owners.settled(nodes)
         if fake is None:
             nodes = profiler.timed(nodes, repeats)
     return Graph(
@@ -106,11 +108,8 @@ class _Profiler:
         with_scratch: bool,
     ) -> None:
         self.traced, self.given, self.layouts = traced, values, layouts
-        # id of a parameter or input -> the last operation so far whose backward gives it a gradient
-        self.gradient_owner: dict[int, int] = {}
-        self.made_later: list[tuple[int, bool, int]] = []  # operation, whether of a parameter, bytes: see `owned`
-        self.start_over()
         self.module, self.operations = traced.module, traced.operations
+        self.start_over()
         tensors = list(values.values())
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         attributes = (t for _, t in tensor_attributes(self.module))
@@ -126,10 +125,9 @@ class _Profiler:
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
-        self.gradient_owner.clear()
-        self.made_later.clear()
         self.values = dict(self.given)
         self.constants_pending = list(self.traced.constants)
+        self.owners = GradientOwners.of(map(self._own_tensors, range(len(self.operations))))
 
     def _own_tensors(self, n: int) -> list[Tensor]:
         """Parameters and inputs of the region that operation n reads and that have gradients."""
@@ -209,50 +207,27 @@ class _Profiler:
         )
         here = [(t, g) for t, g in zip(own, gradients[len(inner) :], strict=True) if g is not None]
         for t, g in here:
-            if (earlier := self.gradient_owner.get(id(t))) is not None:
-                self.made_later.append((earlier, isinstance(t, nn.Parameter), logical_bytes([g])))
-            self.gradient_owner[id(t)] = n
+            self.owners.note(n, t, logical_bytes([g]))
         parameter_bytes = storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
         input_bytes = storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
-        workspace = max(0, growth.peak_bytes - accounted)
+        adding = [t for t in self.owners.added_to(n, own) if any(t is made for made, _ in here)]
+        added_bytes = storage_bytes(g for t, g in here if any(t is a for a in adding))
         del probe, gradients, here
         again = partial(self._growth_again, n, inputs, targets)
         reads_own = bool(node.tape_bytes) or n in node.saved
-        alone = accounted + workspace
-        shared = max(alone, again(holds=True)) if has_several else alone
-        release = max(0, alone - again(releases=True)) if reads_own else 0
-        shared_release = max(0, shared - again(releases=True, holds=True)) if has_several and reads_own else release
+        costs = partial(_backward_costs, has_several=has_several, reads_own=reads_own)
+        if adding:
+            adds = partial(again, adding=adding)
+            self.owners.note_costs(n, adding, costs(adds, adds(), accounted - added_bytes))
         node = replace(
             node,
             parameter_bytes=parameter_bytes,
             input_gradient_bytes=input_bytes,
-            backward_workspace_bytes=workspace,
-            backward_release_bytes=release,
-            backward_shared_bytes=shared - alone,
-            backward_shared_release_bytes=shared_release,
             shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
+            **costs(again, growth.peak_bytes, accounted),
         )
         return node, counter.seconds
-
-    def owned(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
-        """The nodes, each gradient of a parameter or input counted where the step makes it first.
-
-        That is the last operation with a gradient for it, whose backward comes first. What an earlier one makes is
-        added to it, and is part of that one's workspace. Only the backwards tell which operations have one: the size
-        of a parameter that `reshape_as` reads gives it none.
-        """
-        result = list(nodes)
-        for n, is_parameter, num_bytes in self.made_later:
-            node = result[n]
-            part = min(num_bytes, node.parameter_bytes if is_parameter else node.input_gradient_bytes)
-            workspace = node.backward_workspace_bytes + part
-            if is_parameter:
-                node = replace(node, parameter_bytes=node.parameter_bytes - part)
-            else:
-                node = replace(node, input_gradient_bytes=node.input_gradient_bytes - part)
-            result[n] = replace(node, backward_workspace_bytes=workspace)
-        return tuple(result)
 
     def _growth_again(
         self,
@@ -262,6 +237,7 @@ class _Profiler:
         *,
         releases: bool = False,
         holds: bool = False,
+        adding: Collection[Tensor] = (),
     ) -> int:
         """Growth of memory in the backward.
 
@@ -271,9 +247,10 @@ class _Profiler:
             targets: What its backward makes gradients of.
             releases: Whether the output and the tape go when they have been read.
             holds: Whether the gradient of the output does not.
+            adding: Targets whose gradients go as soon as they are made, added to what is there.
         """
         values, store = self._run(n, inputs)
-        probe = self._probe(n, values, targets, holds=holds)
+        probe = self._probe(n, values, targets, holds=holds, adding=adding)
         if not releases:
             with self._growth() as growth:
                 probe.run()
@@ -287,8 +264,8 @@ class _Profiler:
             probe.run()
         return growth.peak_bytes
 
-    def _probe(self, n: int, values: list[Any], targets: list[Tensor], *, holds: bool = False) -> GradientProbe:
-        return GradientProbe(tensors_of(values), targets, holds=holds, strides=self.layouts.get(n, {}))
+    def _probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
+        return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
         return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
@@ -382,6 +359,30 @@ class _Profiler:
         for node in [i for i in self.values if i in self.traced.producer]:
             if self.last_reader.get(node, -1) <= n and node not in pending:
                 del self.values[node]
+
+
+def _backward_costs(
+    growth: Callable[..., int], peak_bytes: int, accounted_bytes: int, *, has_several: bool, reads_own: bool
+) -> dict[str, Any]:
+    """The fields of a node that say what its backward needs beyond the gradients that it is given and makes.
+
+    Args:
+        growth: Growth of memory in the backward, by how it is run (`_growth_again`).
+        peak_bytes: That where nothing is held or released.
+        accounted_bytes: Those gradients.
+        has_several: Whether it consists of several operations.
+        reads_own: Whether it reads its output or tape.
+    """
+    alone = max(peak_bytes, accounted_bytes)
+    shared = max(alone, growth(holds=True)) if has_several else alone
+    release = max(0, alone - growth(releases=True)) if reads_own else 0
+    shared_release = max(0, shared - growth(releases=True, holds=True)) if has_several and reads_own else release
+    return {
+        "backward_workspace_bytes": alone - accounted_bytes,
+        "backward_release_bytes": release,
+        "backward_shared_bytes": shared - alone,
+        "backward_shared_release_bytes": shared_release,
+    }
 
 
 _TIMING_SECONDS = 10.0

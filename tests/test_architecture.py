@@ -17,10 +17,11 @@ PURE_HALF = {
 TORCH_HALF = {
     "ambient", "arguments", "capture", "conditions", "constants", "contexts", "cost_model", "decisions",
     "device_memory", "evaluation", "example_values", "executor", "factories", "fingerprint", "footprint", "fusion",
-    "gradient_layouts", "gradient_probe", "hooks", "meter", "nested", "out_of_memory", "out_of_place",
-    "plain_tensors", "preserve", "profiler", "program", "proxies", "python_state", "random_state", "recording",
-    "refusals", "region_rewriter", "region_search", "regions", "rematerializer", "resident_memory", "rewriter",
-    "returned_inputs", "saved_tensors", "self_check", "step_run", "stopwatch", "tensor_bytes", "tracer", "watch",
+    "gradient_layouts", "gradient_owners", "gradient_probe", "hooks", "meter", "nested", "out_of_memory",
+    "out_of_place", "plain_tensors", "preserve", "profiler", "program", "proxies", "python_state", "random_state",
+    "recording", "refusals", "region_rewriter", "region_search", "regions", "rematerializer", "resident_memory",
+    "rewriter", "returned_inputs", "saved_tensors", "self_check", "step_run", "stopwatch", "tensor_bytes", "tracer",
+    "watch",
 }  # fmt: skip
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf", "matplotlib", "torchvision"}
 

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from training_steps import LOSS_BYTES, step_peak
 
-from lightning_remat import profile, trace
+from lightning_remat import profile, simulate, trace
+from lightning_remat.lowering import lower_kept
 
 
 class Block(nn.Module):
@@ -95,6 +97,44 @@ def test_shared_parameters_count_where_their_gradient_appears() -> None:
     assert second.parameter_bytes == 64 * 64 * 4
     assert first.parameter_bytes == 0
     assert first.backward_workspace_bytes >= 64 * 64 * 4, "its contribution is added and freed"
+
+
+class TwoCells(nn.Module):
+    """Cells of several operations, which read the same parameters at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.LSTMCell(64, 64), nn.LSTMCell(64, 64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [(torch.zeros_like(x[0]), torch.zeros_like(x[0]))] * 2
+        for value in x.unbind():
+            for k, cell in enumerate(self.cells):
+                states[k] = cell(value, states[k])
+                value = states[k][0]
+        return value + states[0][1]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_gradients_that_are_added_go_one_by_one(num_steps: int) -> None:
+    """A cell makes gradients of two weights; what is added to those of later steps is never there at once."""
+    module, x = TwoCells(), torch.randn(num_steps, 4, 64)
+    graph = profile(trace(module, x), x, repeats=1)
+    predicted = simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes
+    weight_bytes, measured = 4 * 64 * 64 * 4, step_peak(module, x) - LOSS_BYTES
+    assert measured <= predicted < measured + weight_bytes // 4
+
+
+def test_gradients_of_parameters_and_hooks_are_left_alone() -> None:
+    module, x, seen = TwoCells(), torch.randn(3, 4, 64), list[Tensor]()
+    given = [torch.ones_like(p) for p in module.parameters()]
+    for p, gradient in zip(module.parameters(), given, strict=True):
+        p.grad = gradient
+        p.register_hook(seen.append)
+        p.register_post_accumulate_grad_hook(seen.append)
+    profile(trace(module, x), x, repeats=1)
+    assert not seen
+    assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(module.parameters(), given, strict=True))
 
 
 def test_gradients_of_inputs_are_counted() -> None:
