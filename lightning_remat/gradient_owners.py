@@ -63,5 +63,5 @@ class GradientOwners:
                 part = min(num_bytes, getattr(node, kind))
                 rest: dict[str, Any] = {kind: getattr(node, kind) - part}
                 node = replace(node, **rest, backward_workspace_bytes=node.backward_workspace_bytes + part)
-            result[n] = replace(node, **costs) if measured == {id(t) for t, _ in added} else node
+            result[n] = replace(node, **costs) if measured == frozenset(id(t) for t, _ in added) else node
         return tuple(result)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class GradientProbe:
 
     def run(self) -> None:
         """Runs the backward, once."""
-        handles = [t.register_hook(partial(_exchange, nothing)) for t, nothing in self._adding]
+        handles: list[Any] = [cast(Any, t).register_hook(partial(_exchange, nothing)) for t, nothing in self._adding]
         try:
             found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +12,8 @@ from .chain import Chain, Stage
 from .graph import Graph, Node
 from .lowering import lower_kept
 from .simulator import simulate
+
+_SOURCE = "source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,52 +134,66 @@ def cut_stages(graph: Graph) -> tuple[GraphStage, ...]:
 
 def stage_figures(graph: Graph, stage: GraphStage) -> StageFigures:
     """The figures of one stage, from replays of the stage alone between a source and a sink."""
-    free, first = _alone(graph, stage, input_bytes=0)
-    nodes = range(first, first + len(stage.nodes))
-    own = set(nodes)
-    exits = {n - stage.start + first for n in stage.exit}
-    # The caller holds the graph's outputs, so that keeping them is free.
-    held = {n - stage.start + first for n in graph.outputs if n in stage.nodes}
-    source = held.union(range(first))
+    size = graph.nodes[graph.roots[stage.entry[0]]].output_bytes if stage.entry else 0
+    alone, first = _alone(graph, stage, input_bytes=size)
 
-    everything = lower_kept(free, range(len(free.nodes)))
+    def moved(nodes: Iterable[int]) -> frozenset[int]:
+        return frozenset(n - stage.start + first for n in nodes)
+
+    # The caller holds the graph's outputs, so that keeping them is free.
+    held = moved(n for n in graph.outputs if n in stage.nodes)
+    own = range(first, first + len(stage.nodes))
+    return _figures(alone, own, moved(stage.exit), moved(stage.kept), held, reuses_exit=stage.reuses_exit)
+
+
+@lru_cache(maxsize=256)
+def _figures(
+    loaded: Graph, own: range, exits: frozenset[int], kept: frozenset[int], held: frozenset[int], *, reuses_exit: bool
+) -> StageFigures:
+    """The figures of the nodes `own` of a stage alone; equal blocks of a network share them."""
+    first, nodes = own.start, loaded.nodes
+    source = held.union(range(first))
+    without_input = (replace(n, output_bytes=0) if n.name == _SOURCE else n for n in nodes)
+    free = replace(loaded, nodes=tuple(without_input))
+
+    everything = lower_kept(free, range(len(nodes)))
     plain = simulate(free, everything)
     moves = list(zip(everything.actions, plain.memory_bytes, strict=True))
     fall_peak = max(m for a, m in moves if a.kind == "F" and a.node in own)
     back_peak = max(m for a, m in moves if a.kind == "B" and a.node in own)
 
-    gradient = sum(graph.gradient_bytes(n) for n in stage.exit)
+    gradient = sum(loaded.gradient_bytes(n) for n in exits)
     leaf_peak, leaf_seconds = _recomputation(free, source, own, gradient)
     kept_leaf_peak, kept_leaf_seconds = leaf_peak, leaf_seconds
-    if stage.reuses_exit:
+    if reuses_exit:
         kept_leaf_peak, kept_leaf_seconds = _recomputation(free, source | exits, own, gradient)
 
     through = lower_kept(free, source | exits, ())
     keep_peak = _first_runs(through.actions, simulate(free, through).memory_bytes, own)
-    size = graph.nodes[graph.roots[stage.entry[0]]].output_bytes if stage.entry else 0
-    loaded, _ = _alone(graph, stage, input_bytes=size)
     dropping = lower_kept(loaded, exits | held, ())
     drop_peak = _first_runs(dropping.actions, simulate(loaded, dropping).memory_bytes, own)
 
-    roots = {graph.roots[n] for n in stage.kept}
-    forward_seconds = sum(graph.nodes[n].forward_seconds for n in stage.nodes)
+    forward_seconds = sum(nodes[n].forward_seconds for n in own)
     return StageFigures(
-        output_bytes=sum(graph.nodes[r].output_bytes for r in {graph.roots[n] for n in stage.exit}),
+        output_bytes=_bytes_of_roots(loaded, exits),
         gradient_bytes=gradient,
-        tape_bytes=sum(graph.nodes[r].output_bytes for r in roots)
-        + sum(graph.nodes[n].tape_bytes for n in stage.taped),
+        tape_bytes=_bytes_of_roots(loaded, kept) + sum(nodes[n].tape_bytes for n in own),
         keep_peak_bytes=keep_peak,
         drop_peak_bytes=drop_peak,
         fall_peak_bytes=fall_peak,
         leaf_peak_bytes=leaf_peak,
         kept_leaf_peak_bytes=kept_leaf_peak,
         back_peak_bytes=back_peak,
-        parameter_bytes=sum(graph.nodes[n].parameter_bytes + graph.nodes[n].input_gradient_bytes for n in stage.nodes),
+        parameter_bytes=sum(nodes[n].parameter_bytes + nodes[n].input_gradient_bytes for n in own),
         forward_seconds=forward_seconds,
         leaf_seconds=leaf_seconds,
         kept_leaf_seconds=kept_leaf_seconds,
         backward_seconds=plain.seconds - forward_seconds,
     )
+
+
+def _bytes_of_roots(graph: Graph, nodes: Iterable[int]) -> int:
+    return sum(graph.nodes[r].output_bytes for r in {graph.roots[n] for n in nodes})
 
 
 def to_chain(figures: tuple[StageFigures, ...]) -> Chain:
@@ -200,13 +218,13 @@ def _alone(graph: Graph, stage: GraphStage, *, input_bytes: int) -> tuple[Graph,
     if stage.entry:
         root = graph.roots[stage.entry[0]]
         gradient = graph.gradient_bytes(root) if root in stage.entry else 0
-        nodes.append(Node("source", output_bytes=input_bytes, gradient_bytes=gradient))
+        nodes.append(Node(_SOURCE, output_bytes=input_bytes, gradient_bytes=gradient))
         place[root] = 0
         for i in stage.entry:
             if i != root:
                 place[i] = len(nodes)
                 gradient = graph.gradient_bytes(i)
-                nodes.append(Node(f"source {i}", inputs=(0,), storage_of=0, gradient_bytes=gradient))
+                nodes.append(Node(f"view {len(nodes)}", inputs=(0,), storage_of=0, gradient_bytes=gradient))
     first = len(nodes)
     for n in stage.nodes:
         place[n] = len(nodes)
@@ -215,7 +233,7 @@ def _alone(graph: Graph, stage: GraphStage, *, input_bytes: int) -> tuple[Graph,
         nodes.append(
             replace(
                 node,
-                name=f"{node.name} ({n})",
+                name=f"{len(nodes)}",  # that of the network would tell equal blocks apart
                 inputs=tuple(place[i] for i in node.inputs),
                 saved=tuple(place[i] for i in node.saved),
                 storage_of=None if base is None else place.get(base, 0),
@@ -231,7 +249,7 @@ def _alone(graph: Graph, stage: GraphStage, *, input_bytes: int) -> tuple[Graph,
     return Graph(tuple(nodes), outputs=outputs), first
 
 
-def _recomputation(alone: Graph, outputs: set[int], own: set[int], gradient_bytes: int) -> tuple[int, float]:
+def _recomputation(alone: Graph, outputs: frozenset[int], own: range, gradient_bytes: int) -> tuple[int, float]:
     """The most memory, but for the exit's gradient, and the seconds of what is run again when `outputs` are kept."""
     schedule = lower_kept(alone, outputs, ())
     simulation = simulate(alone, schedule)
@@ -241,7 +259,7 @@ def _recomputation(alone: Graph, outputs: set[int], own: set[int], gradient_byte
     return max(most - gradient_bytes, 0), simulation.recompute_seconds
 
 
-def _first_runs(actions: tuple[tuple[str, int], ...], memory: tuple[int, ...], own: set[int]) -> int:
+def _first_runs(actions: tuple[tuple[str, int], ...], memory: tuple[int, ...], own: range) -> int:
     """The most memory in the first forward among the runs of `own` nodes."""
     seen: set[int] = set()
     most = 0
