@@ -163,8 +163,12 @@ def planned_out_of_place(trial: Trial, model: StepModel, *, with_scratch: bool) 
     """The model with in-place activations as operations of their own, where any are and it does not have it so yet."""
     if model.planned is not None:
         return None
-    calls = (trial.look_through(size, list(model.graphs)).calls for size in model.sizes)  # one at a time
-    profiles = [profiled_out_of_place(c, with_scratch=with_scratch)[1] for c in calls]
+
+    def at(size: int) -> dict[str, Graph]:
+        calls = trial.look_through(size, list(model.graphs)).calls
+        return profiled_out_of_place(calls, with_scratch=with_scratch)[1]
+
+    profiles = [at(size) for size in model.sizes]
     return replace(model, planned=_joined(model.sizes, profiles)) if profiles[0] else None
 
 
