@@ -27,9 +27,6 @@ NUM_LEVELS = 57
 NUM_FIRST_LEVELS = 20
 """On the way down from plain autograd; half as many where a rival has reached the bound."""
 
-EFFORT_AT_BOUND = 0.4
-"""Share of the search for the lowest peak that remains then, for what is near it."""
-
 ACTIONS_PER_EFFORT = 70_000_000
 """Replayed actions of a search with effort 1: some five seconds."""
 
@@ -49,6 +46,9 @@ BRIDGE_SHARE = 0.6
 
 SEED_COLUMNS = 3000
 """Of the linear programs that seeds come from: larger ones take seconds and lead no further."""
+
+SEED_SHARE = 0.5
+"""Of the effort for a way down, level by level; past it each is searched from its neighbour only."""
 
 MAX_IDLE_ROUNDS = 6
 
@@ -142,7 +142,6 @@ class FrontBuilder:
         self.front = Front(graph, self.problem)
         self.is_deep = len(graph.nodes) > DEEP_NODES
         self.last = int(effort * _share(len(graph.nodes)) * ACTIONS_PER_EFFORT)
-        self.effort_below = self.last  # what the shares of the search for the lowest peak are of
         self.search = Search(self.problem, self.front.offer, max(1, int(self.last * WALK_SHARE)))
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
@@ -180,17 +179,16 @@ class FrontBuilder:
         num_levels = NUM_FIRST_LEVELS
         if self.front.peaks[0] <= self.bound:
             num_levels //= 2
-            self.effort_below = int(self.last * EFFORT_AT_BOUND)
-        most = self.effort_below
+        walked, led = 0.3 * self.last, 0.5 * self.last
         state = self.plain
         for k in range(num_levels - 1, -1, -1):
             limit = self.bound + span * k // num_levels
             self._tell(1 - k / num_levels, "the lowest peak")
-            if self.search.num_actions < 0.3 * most:
-                state = self._step_down(state, limit)
+            if self.search.num_actions < walked:
+                state = self._step_down(state, limit, SEED_SHARE * walked * (1 - k / num_levels))
                 if self.front.peaks[0] > limit:
                     break
-            elif self.search.num_actions < 0.5 * most:
+            elif self.search.num_actions < led:
                 # Too large a graph to walk down: from here on the programs lead.
                 for seed in self._seeds(limit):
                     self._settle(seed, limit)
@@ -200,18 +198,18 @@ class FrontBuilder:
             for seed in [self._best(high), *self._seeds(high, most=4)]:
                 if self._settle(seed, limit, probes=12).peak_bytes <= limit:
                     break
-                if self.search.num_actions > 0.5 * most:
+                if self.search.num_actions > led:
                     break
             if self.front.peaks[0] <= limit:
                 high = self.front.peaks[0]
             else:
                 low = limit
-            if low >= high or self.search.num_actions > 0.5 * most:
+            if low >= high or self.search.num_actions > led:
                 break
 
     def press(self) -> None:
         """Kicks the lowest states until many in a row have made none lower or faster."""
-        last = self.search.num_actions + self.effort_below // 6
+        last = self.search.num_actions + self.last // 6
         idle = 0
         while self.search.num_actions < last and idle < MAX_IDLE_KICKS:
             before = self.front.peaks[0], self.front.seconds[0]
@@ -225,16 +223,18 @@ class FrontBuilder:
         return [low + (high - low) * k // NUM_LEVELS for k in range(NUM_LEVELS - 1, -1, -1)]
 
     def sweep(self) -> None:
-        """Down and up the levels, each starting from its neighbour and from the best known; first every third."""
+        """Down the levels, each from its neighbour and from the best known: first every third, and seeds; then up."""
         levels = self.levels()
         thirds = [levels[2::3], levels[0::3], levels[1::3]]
         for number, chosen in enumerate(thirds):
-            state = self.plain
+            state, first = self.plain, self.search.num_actions
+            left = (0.85 if number else 1.0) * self.last - first
             for k, limit in enumerate(chosen):
-                if self.search.num_actions > (0.75 if number else 1.0) * self.last:
-                    break
+                if self.search.num_actions > first + left * k / len(chosen):
+                    continue  # the levels above took more than their share
                 self._tell((number + k / len(chosen)) / 3, "budget by budget")
-                state = self._step_down(self._best(state.peak_bytes), limit, relaxed=not number)
+                most = 0.0 if number else first + SEED_SHARE * left * (k + 1) / len(chosen)
+                state = self._step_down(self._best(state.peak_bytes), limit, most, relaxed=True)
         for limit in reversed(levels):
             if self.search.num_actions > 1.1 * self.last:
                 break
@@ -275,11 +275,16 @@ class FrontBuilder:
     def _tell(self, fraction: float, stage: str) -> None:
         self.progress.update(fraction, stage)
 
-    def _step_down(self, state: State, limit: int, *, relaxed: bool = False) -> State:
-        """From `state` and the programs to `limit`; the fastest known there, or how far down `state` led."""
+    def _step_down(self, state: State, limit: int, most: float, *, relaxed: bool = False) -> State:
+        """From `state`, and from the programs while fewer than `most` actions are replayed in all, to `limit`.
+
+        Returns:
+            The fastest known there, or how far down `state` led.
+        """
         down = self._settle(state, limit, probes=4)
-        for seed in self._seeds(limit, relaxed=relaxed):
-            self._settle(seed, limit, probes=4)
+        if self.search.num_actions < most:
+            for seed in self._seeds(limit, relaxed=relaxed):
+                self._settle(seed, limit, probes=4)
         return down if self.front.within(limit) is None else self._best(limit)
 
     def _settle(self, state: State, limit: int, probes: int = 0) -> State:
