@@ -15,7 +15,9 @@ from lightning_remat.planners import auto_front, rivals
 from lightning_remat.planners.auto import plan_auto
 from lightning_remat.planners.auto_front import FRONTS
 from lightning_remat.planners.chen_recursive import plan_chen_recursive
+from lightning_remat.planners.descent import State
 from lightning_remat.planners.floor import find_floor
+from lightning_remat.planners.progress import SearchProgress
 from lightning_remat.planners.rotor import plan_rotor
 from lightning_remat.schedule import Action
 
@@ -200,6 +202,26 @@ def test_an_empty_graph_has_an_empty_schedule() -> None:
 def test_is_the_default_planner() -> None:
     graph = convolutions(4)
     assert plan(graph, 10_000, effort=SMALL).planner == "auto"
+
+
+@pytest.mark.parametrize("effort", [SMALL, 10 * SMALL])
+def test_low_budgets_get_their_share_of_the_search(effort: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = convolutions(60)
+    builder = auto_front.FrontBuilder(graph, SearchProgress(""), effort)
+    builder.meet_rivals()
+    builder.find_lowest()
+    walked: list[int] = []
+    step_down = builder._step_down
+
+    def watched(state: State, limit: int, *arguments: float, **options: bool) -> State:
+        walked.append(limit)
+        return step_down(state, limit, *arguments, **options)
+
+    monkeypatch.setattr(builder, "_step_down", watched)
+    builder.sweep()
+    levels = builder.levels()
+    assert walked[0] == levels[2]
+    assert min(walked) <= levels[-10]
 
 
 @pytest.mark.parametrize(("planner", "most_stages"), [(plan_rotor, 350), (plan_chen_recursive, 10)])

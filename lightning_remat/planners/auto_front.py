@@ -183,6 +183,8 @@ class FrontBuilder:
         state = self.plain
         for k in range(num_levels - 1, -1, -1):
             limit = self.bound + span * k // num_levels
+            if self.front.peaks[0] <= limit and self.search.num_actions > walked * (1 - (k + 0.5) / num_levels):
+                continue  # a rival is there already, and the levels above took more than their share
             self._tell(1 - k / num_levels, "the lowest peak")
             if self.search.num_actions < walked:
                 state = self._step_down(state, limit, SEED_SHARE * walked * (1 - k / num_levels))
@@ -230,7 +232,7 @@ class FrontBuilder:
             state, first = self.plain, self.search.num_actions
             left = (0.85 if number else 1.0) * self.last - first
             for k, limit in enumerate(chosen):
-                if self.search.num_actions > first + left * k / len(chosen):
+                if self.search.num_actions > first + left * (k + 0.5) / len(chosen):
                     continue  # the levels above took more than their share
                 self._tell((number + k / len(chosen)) / 3, "budget by budget")
                 most = 0.0 if number else first + SEED_SHARE * left * (k + 1) / len(chosen)
