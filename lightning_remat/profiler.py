@@ -154,7 +154,9 @@ class _Profiler:
         sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
         read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
         tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
-        output_bytes = storage_bytes(leaves, read)
+        made_bytes = storage_bytes(leaves, read)
+        # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
+        output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.external)
         tape_bytes = storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
         node = Node(
             name=operation.name,
@@ -163,7 +165,7 @@ class _Profiler:
             saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
             output_bytes=output_bytes,
             tape_bytes=tape_bytes,
-            forward_workspace_bytes=max(0, growth.peak_bytes - output_bytes - tape_bytes) + self._scratch_bytes(n),
+            forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
             mutates=operation.mutates,
