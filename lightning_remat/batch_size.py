@@ -26,6 +26,7 @@ from .device_memory import device_memory
 from .errors import InfeasibleBudgetError
 from .out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from .planner import plan
+from .planners.floor import find_floor
 from .plots import load_plotting
 from .result import Result
 from .settings import Settings
@@ -39,6 +40,9 @@ MOST_STEPS = 6
 _LARGEST_PROFILE = 32
 _LARGEST_SIZE = 1 << 20
 _OUT_OF_MEMORY = 1 << 62
+
+_NOTICEABLY = 0.98
+"""Of a floor, below which another is worth a second search."""
 
 
 def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Result, list[nn.Module]]:
@@ -76,7 +80,10 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
         try:
-            choice = trial.share(search.choose) if good is not None else _first_choice(trial, search)
+            if good is None:
+                choice = _first_choice(trial, search, may_grow=not num_steps)
+            else:
+                choice = trial.share(search.choose)
         except InfeasibleBudgetError:
             if good is None:
                 raise
@@ -125,26 +132,47 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     )
 
 
-def _first_choice(trial: Trial, search: CandidateSearch) -> Choice:
-    """What to execute; where nothing fits, in-place activations are planned as operations of their own.
+def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
+    """What to execute; in-place activations are planned as operations of their own where that lets a step fit.
+
+    That is where nothing fits otherwise, and where it leads to a larger size.
+
+    Args:
+        trial: The training step.
+        search: What is known; it goes on with the model of the choice.
+        may_grow: Whether to look for a larger size that way, where the largest is asked for.
 
     Raises:
         InfeasibleBudgetError: Nothing fits either way; of the two errors that with the lower peak.
     """
+    own, choice, error = search.model, None, None
     try:
-        return trial.share(search.choose)
-    except InfeasibleBudgetError as error:
-        own = search.model
-        apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
-        if apart is None:
-            raise
-        logger.info("no plan fits; in-place activations are planned out of place, which lets their inputs go earlier")
+        choice = trial.share(search.choose)
+        if not may_grow or search.settings.objective == "throughput" or choice.batch_size == search.sizes[-1]:
+            return choice
+    except InfeasibleBudgetError as caught:
+        error = caught
+    apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
+    if apart is not None and (choice is None or _has_lower_floor(apart, own, choice.batch_size)):
         search.exchange(apart)
         try:
-            return trial.share(search.choose)
-        except InfeasibleBudgetError as other:
-            search.exchange(own)
-            raise min(error, other, key=lambda e: e.minimum_bytes) from None
+            other = trial.share(search.choose)
+            if choice is None or other.batch_size > choice.batch_size:
+                logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
+                return other
+        except InfeasibleBudgetError as caught:
+            error = min(error or caught, caught, key=lambda e: e.minimum_bytes)
+        search.exchange(own)
+    if choice is None:
+        assert error is not None, "neither a choice nor a reason"
+        raise error
+    return choice
+
+
+def _has_lower_floor(apart: StepModel, own: StepModel, size: int) -> bool:
+    """Whether a region out of place may go noticeably lower than in place."""
+    ours, theirs = apart.graphs_at(size), own.graphs_at(size)
+    return any(find_floor(ours[k]).bytes < _NOTICEABLY * find_floor(theirs[k]).bytes for k in apart.planned or ())
 
 
 def _free_bytes(trial: Trial) -> int:

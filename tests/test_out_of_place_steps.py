@@ -23,6 +23,8 @@ from lightning_remat import (
     restore,
     trace,
 )
+from lightning_remat.batch_search.candidate_search import CandidateSearch
+from lightning_remat.batch_search.trial import StepModel
 from lightning_remat.rewriter import current_plan
 
 QUICK = partial(PLANNERS["auto"], effort=0.02)
@@ -108,12 +110,56 @@ def test_a_size_is_found_where_not_even_the_smallest_would_fit_in_place(monkeypa
         lambda x: module(x).sum(),
         planner=QUICK,
         memory_budget=int(0.98 * one),
-        min_batch_size=14,
+        min_batch_size=16,
         max_batch_size=64,
     )
-    assert 14 <= found.batch_size <= 18
+    assert 16 <= found.batch_size < 24
+    assert is_apart(found.plan, module, batch)
     assert found.measured_peak_bytes is not None
     assert found.measured_peak_bytes <= found.budget_bytes
+
+
+def test_a_larger_size_is_found_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, batch = classifier(), torch.randn(16, 3, 16, 16)
+    budget = fused_lowest(module, batch, monkeypatch)
+    plain = copy.deepcopy(module)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return module(x).sum()
+
+    found = find_batch_size(module, batch, loss_of, planner=QUICK, memory_budget=budget, max_batch_size=64)
+    assert found.measured_peak_bytes is not None
+    assert found.measured_peak_bytes <= budget
+    assert is_apart(found.plan, plain, batch)
+    assert_equal_traces(traces(plain, [batch] * 2), traces(module, [batch] * 2))
+    restore(module)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_remat.batch_size.planned_out_of_place", lambda *_args, **_options: None)
+        fused = find_batch_size(module, batch, loss_of, planner=QUICK, memory_budget=budget, max_batch_size=64)
+    assert fused.batch_size < found.batch_size
+    assert not is_apart(fused.plan, plain, batch)
+
+
+def test_no_size_is_lost_where_nothing_is_gained_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, batch = classifier(), torch.randn(16, 3, 16, 16)
+    budget = fused_lowest(module, batch, monkeypatch)
+    monkeypatch.setattr("lightning_remat.batch_size._NOTICEABLY", 2.0)
+    search = CandidateSearch.exchange
+    exchanged: list[bool] = []
+
+    def watched(self: CandidateSearch, model: StepModel) -> None:
+        exchanged.append(model.planned is not None)
+        search(self, model)
+
+    monkeypatch.setattr(CandidateSearch, "exchange", watched)
+    found = find_batch_size(
+        module, batch, lambda x: module(x).sum(), planner="keep_all", memory_budget=2 * budget, max_batch_size=64
+    )
+    assert exchanged == [True, False]
+    assert found.step.num_recomputed == 0
+    assert not is_apart(found.plan, module, batch)
 
 
 def remat(**options: Any) -> Rematerialization:
