@@ -74,7 +74,8 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     if lowest:
         apart = planned_out_of_place(trial, search.model, with_scratch=settings.counts_scratch)
         models = [search.model, *([] if apart is None else [apart])]
-        trial.share(lambda: search.settle_for_lowest(*models))
+        peaks = trial.share(lambda: [search.lowest_peak(model) for model in models])
+        search.settle_for_lowest(models[peaks.index(min(peaks))], min(peaks))
     good: Result | None = None
     num_steps = measured = 0
     executed: dict[int, int] = {}
@@ -153,7 +154,9 @@ def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> C
     except InfeasibleBudgetError as caught:
         error = caught
     apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
-    if apart is not None and (choice is None or _has_lower_floor(apart, own, choice.batch_size)):
+    size = None if choice is None else choice.batch_size
+    # Measured scratch is not the same on every rank: one answers for all, or some would search and others not.
+    if apart is not None and (size is None or trial.share(lambda: _has_lower_floor(apart, own, size))):
         search.exchange(apart)
         try:
             other = trial.share(search.choose)

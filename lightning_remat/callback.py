@@ -143,7 +143,7 @@ class Rematerialization(Callback):
                 "give batch_size='keep'"
             )
         mark = fingerprint(trial, self.settings)
-        result = self._stored(mark)
+        result = trial.share(lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
         if result is not None:
             modules = install(trial, result.batch_size, result.step)
         else:
@@ -165,8 +165,9 @@ class Rematerialization(Callback):
         self._undo.append(lambda: uninstall(modules))
         if self.settings.self_check:
             difference = find_difference(pl_module, lambda: trial.outcome(trial.batch_size))
-            if difference is not None:
+            if trial.least(int(difference is None)) == 0:
                 uninstall(modules)
+                difference = difference or "another rank's results differ"
                 rank_zero_warn(f"Rematerialization leaves the model as it is: {difference}")
                 return
         if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:

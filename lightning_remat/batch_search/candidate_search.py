@@ -131,24 +131,21 @@ class CandidateSearch:
         budget = int(self.budget(size) * self.tight)
         return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead, plain)
 
-    def settle_for_lowest(self, *models: StepModel) -> None:
-        """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step.
-
-        Args:
-            *models: Of the step; the one with the lowest peak is taken.
-        """
-        self.sizes = self.sizes[:1]
-        self.settings = replace(self.settings, memory_budget=1, max_overhead=None)
-        lowest = [self._lowest_peak(model) for model in models]
-        self.exchange(models[lowest.index(min(lowest))])
-        self.settings = replace(self.settings, memory_budget=int(min(lowest) * _ABOVE_LOWEST))
-
-    def _lowest_peak(self, model: StepModel) -> int:
-        self.exchange(model)
+    def lowest_peak(self, model: StepModel) -> int:
+        """The lowest peak of the smallest size's step by that model, in bytes; the search itself is not changed."""
+        search = replace(self, settings=replace(self.settings, memory_budget=1, max_overhead=None))
+        search.sizes = self.sizes[:1]
+        search.exchange(model)
         try:
-            return self.choose().step.predicted_peak_bytes
+            return search.choose().step.predicted_peak_bytes
         except InfeasibleBudgetError as error:
             return int(error.minimum_bytes)
+
+    def settle_for_lowest(self, model: StepModel, peak_bytes: int) -> None:
+        """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""
+        self.sizes = self.sizes[:1]
+        self.settings = replace(self.settings, memory_budget=int(peak_bytes * _ABOVE_LOWEST), max_overhead=None)
+        self.exchange(model)
 
     def exchange(self, model: StepModel) -> None:
         """From here on it plans by another model of the same step; what was planned by the old one is stale."""
