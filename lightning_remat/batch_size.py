@@ -155,7 +155,7 @@ def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> C
         error = caught
     apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
     size = None if choice is None else choice.batch_size
-    # Measured scratch is not the same on every rank: one answers for all, or some would search and others not.
+    # Measured scratch is not the same on every rank: by their own floors some would search again and others not.
     if apart is not None and (size is None or trial.share(lambda: _has_lower_floor(apart, own, size))):
         search.exchange(apart)
         try:

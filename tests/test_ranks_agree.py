@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from remat_runs import run, seeded
 from test_out_of_place_steps import QUICK, classifier, fused_lowest
 from torch import Tensor, nn
 
-from lightning_remat import InfeasibleBudgetError
+from lightning_remat import InfeasibleBudgetError, Rematerialization
 from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.batch_search.trial import planned_out_of_place
 from lightning_remat.batch_size import find
 from lightning_remat.result import Result
 from lightning_remat.rewriter import current_plan
 from lightning_remat.settings import Settings
+from lightning_remat.trainer.lightning_trial import LightningTrial
 
 T = TypeVar("T")
 Exchange = tuple[str, Any, Exception | None]
 """The kind of question, rank 0's answer and its error."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
+]
 
 
 class FirstRank(PlainTrial):
@@ -69,8 +77,7 @@ def trial_of(kind: type[FirstRank | OtherRank], module: nn.Module, exchanged: li
         return module(x).sum()
 
     batch = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    precision: Any = partial(torch.enable_grad)
-    trial = kind(module, batch, loss_of, [], precision, torch.autograd.backward, None, False)
+    trial = kind(module, batch, loss_of, [], nullcontext, torch.autograd.backward, None, False)
     trial.exchanged = exchanged
     return trial
 
@@ -124,3 +131,37 @@ def test_where_the_lowest_peak_is_wanted(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, theirs = check(settings, monkeypatch, sees_lower_floor=True, lowest=True)
     assert theirs.batch_size == ours.batch_size == 16
     assert theirs.measured_peak_bytes == ours.measured_peak_bytes
+
+
+def remat(**options: Any) -> Rematerialization:
+    return Rematerialization("periodic", memory_budget="85%", batch_size="keep", **options)
+
+
+def test_a_stored_plan_that_only_the_first_rank_has_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = remat(), remat(plan_path=tmp_path / "absent.json")
+    run(tmp_path, seeded(), first, max_steps=1)
+    monkeypatch.setattr(LightningTrial, "share", lambda *_: first.result)
+    monkeypatch.setattr("lightning_remat.callback.find", lambda *_: pytest.fail("searched, alone of all ranks"))
+    run(tmp_path, seeded(), other, max_steps=1)
+    assert first.result is not None
+    assert other.result is not None
+    assert other.result.plan.schedule == first.result.plan.schedule
+
+
+def test_where_another_rank_differs_in_its_self_check_no_rank_keeps_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, module, least = remat(self_check=True), seeded(), LightningTrial.least
+    asked: list[int] = []
+
+    def answer(self: LightningTrial, value: int) -> int:
+        asked.append(value)
+        return 0 if value == 1 else least(self, value)
+
+    monkeypatch.setattr(LightningTrial, "least", answer)
+    with pytest.warns(UserWarning, match="leaves the model as it is: another rank's results differ"):
+        run(tmp_path, module, callback, max_steps=1)
+    assert asked[-1] == 1
+    assert callback.result is None
+    assert current_plan(module) is None
+    assert current_plan(module.net) is None

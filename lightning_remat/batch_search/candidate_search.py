@@ -133,8 +133,8 @@ class CandidateSearch:
 
     def lowest_peak(self, model: StepModel) -> int:
         """The lowest peak of the smallest size's step by that model, in bytes; the search itself is not changed."""
-        search = replace(self, settings=replace(self.settings, memory_budget=1, max_overhead=None))
-        search.sizes = self.sizes[:1]
+        settings = replace(self.settings, memory_budget=1, max_overhead=None)
+        search = replace(self, sizes=self.sizes[:1], settings=settings)
         search.exchange(model)
         try:
             return search.choose().step.predicted_peak_bytes

@@ -65,7 +65,10 @@ class Trial(Protocol):
         ...
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on rank 0, on every rank; its error likewise."""
+        """What `compute` returns on rank 0, on every rank; its error likewise.
+
+        So is shared whatever decides if something is shared next: seconds and scratch differ between ranks.
+        """
         ...
 
     def least(self, value: int) -> int:
