@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, parse_budget
-from ..capture.tracer import TracedModule, trace, trace_out_of_place
+from ..capture.tracer import out_of_place, trace
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, as_planned, checked_program, install, restore
 from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
+from ..operations.operation import TracedModule
 from ..plans.planner import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile
@@ -94,7 +95,7 @@ def rematerialize(
                 traced, made = _planned(traced, args, kwargs, budget_of, planner)
             else:
                 traced, made = as_planned(traced, args, kwargs, plan), plan
-            install(module, checked_program(traced, made), made)
+            install(module, checked_program(traced, made), made, planner)
         if self_check:
             made = _checked(module, args, kwargs, made)
     _log(module, made)
@@ -147,7 +148,7 @@ def _planned(
     try:
         made = make_plan(graph, budget_bytes, planner)
     except InfeasibleBudgetError as error:
-        apart = trace_out_of_place(traced.module, *args, **kwargs)
+        apart = out_of_place(traced, args, kwargs)
         if apart is None:
             raise
         try:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from ..budget import format_bytes
-from ..capture.tracer import TracedModule
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.program import Program
 from ..execution.rewriter import as_planned, checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
+from ..operations.operation import TracedModule
 from ..plans.planner import Plan
 from ..plans.step_memory import Surroundings
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
@@ -128,7 +128,7 @@ class _Parts:
 
     def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
         """The same with in-place activations as operations of their own; None if there are none."""
-        traced, graphs = profiled_out_of_place(look(list(self.graphs)).calls)
+        traced, graphs = profiled_out_of_place(look(list(self.graphs)).calls, self.traced)
         if not traced:
             return None
         return replace(self, traced=self.traced | traced, graphs=self.graphs | graphs, plain_graphs=self.graphs)

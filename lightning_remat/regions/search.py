@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..capture.tracer import TracedModule, trace, trace_out_of_place
+from ..capture.tracer import out_of_place, trace
 from ..errors import TraceError
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
+from ..operations.operation import TracedModule
 from ..profiling.profiler import profile
 from ..schedules.graph import Graph
 from .calls import Call, NoCallError, View
@@ -84,18 +85,21 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
     return Regions(View([], 0), {}, tuple(reasons.values()))
 
 
-def profiled_out_of_place(calls: Iterable[Call], **options: Any) -> tuple[dict[str, TracedModule], dict[str, Graph]]:
+def profiled_out_of_place(
+    calls: Iterable[Call], known: Mapping[str, TracedModule], **options: Any
+) -> tuple[dict[str, TracedModule], dict[str, Graph]]:
     """The submodules that overwrite in activations, with these as operations of their own: name → operations, profile.
 
     Args:
         calls: The arguments of the first call of each submodule serve.
+        known: Submodule name → its operations in place.
         **options: Of `profile`.
     """
     traced: dict[str, TracedModule] = {}
     graphs: dict[str, Graph] = {}
     for call in {call.name: call for call in reversed(list(calls))}.values():
         with call.ambient.restored():
-            apart = trace_out_of_place(call.module, *call.args, **call.kwargs)
+            apart = out_of_place(known[call.name], call.args, call.kwargs)
             if apart is not None:
                 traced[call.name], graphs[call.name] = apart, profile(apart, *call.args, **options, **call.kwargs)
     return traced, graphs
