@@ -30,6 +30,7 @@ _SETTINGS: dict[str, Any] = {
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "suppress_errors": False,
+    "recompile_limit": 16,
 }
 
 
@@ -87,20 +88,23 @@ class CompiledForward:
 
     Args:
         forward: The function, which takes the module first.
+        is_whole: Whether it must be one graph. Else what cannot be captured runs as it is between several.
 
     Attributes:
         function: That function.
+        is_whole: Whether it must be one graph.
         is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.function = forward
+    def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True) -> None:
+        self.function, self.is_whole = forward, is_whole
         self.is_exhausted = False
+        self._numbers: dict[CapturedGraph, int] = {}
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
         entry = types.FunctionType(code, names)
-        self._compiled = cast(Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=True))
+        self._compiled = cast(Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole))
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         return partial(self._called, CapturedGraph(module))
@@ -124,6 +128,10 @@ class CompiledForward:
         finally:
             self._local.run = before
 
+    def number_of(self, graph: CapturedGraph) -> int:
+        """Its place among the graphs that were asked for, in the order of their first calls."""
+        return self._numbers.setdefault(graph, len(self._numbers))
+
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
 
@@ -144,15 +152,18 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
-_forwards: weakref.WeakKeyDictionary[nn.Module, CompiledForward] = weakref.WeakKeyDictionary()
+_forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
+    weakref.WeakKeyDictionary(),
+    weakref.WeakKeyDictionary(),
+)
 
 
-def forward_of(module: nn.Module) -> CompiledForward:
+def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     """The compiled forward of a module, the same as long as the module lives: what was captured serves again."""
     function: Any = type(module).forward
-    known = _forwards.get(module)
+    known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
-        known = _forwards[module] = CompiledForward(function)
+        known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
     return known
 
 
