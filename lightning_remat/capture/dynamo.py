@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,13 @@ from ..module_state.nesting import tensors_in
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 _numbers = itertools.count(1)
+
+# TorchDynamo asks every input whether it has a gradient, of which PyTorch warns the user.
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._(dynamo|subclasses)")
+
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+)
 
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # LSTM and GRU are operations like others
@@ -104,7 +113,9 @@ class CompiledForward:
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
         entry = types.FunctionType(code, names)
-        self._compiled = cast(Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole))
+        self._compiled = cast(
+            Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole, **_ISOLATED)
+        )
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         return partial(self._called, CapturedGraph(module))
@@ -118,6 +129,8 @@ class CompiledForward:
         Raises:
             CaptureError: The forward with these arguments is no single graph; nothing of it has run.
         """
+        if (mode := _mode_in_the_way()) is not None:
+            raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             with config.patch(_SETTINGS):  # of this thread; TorchDynamo may have to capture anew
@@ -165,6 +178,15 @@ def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
     return known
+
+
+def _mode_in_the_way() -> str | None:
+    """The name of a dispatch mode, of a profiler or a counter, under which TorchDynamo leaves code as it is."""
+    for k in range(torch._C._len_torch_dispatch_stack()):
+        mode: Any = torch._C._get_dispatch_stack_at(k)
+        if not mode.is_infra_mode() and not mode.ignore_compile_internals():
+            return type(mode).__name__
+    return None
 
 
 def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:

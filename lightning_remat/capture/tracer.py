@@ -82,7 +82,7 @@ def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def is_alike(a: TracedModule, b: TracedModule) -> bool:
-    """Whether both have the same operations, between which the same values pass: a plan for one is one for the other."""
+    """Whether both have the same operations, between which the same values pass: their plans are exchangeable."""
     return [_shape_of(o) for o in a.operations] == [_shape_of(o) for o in b.operations] and a.outputs == b.outputs
 
 
@@ -167,7 +167,7 @@ def traced_graph(
 def _owned(
     module: nn.Module, placeholders: list[fx.Node], values: list[Any], given: list[Tensor]
 ) -> Mapping[fx.Node, str]:
-    """The placeholders whose tensors are not among the call's arguments, with the names that the module has for them."""
+    """The placeholders whose tensors are not among the call's arguments, and the names of these tensors."""
     names = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
     held = {id(s) for t in given if (s := tensor_storage(t)) is not None}
     found: dict[fx.Node, str] = {}

@@ -20,7 +20,7 @@ from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..module_state.nesting import tensors_in
-from ..module_state.refusals import is_captured
+from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan
 from ..plans.planner import plan as make_plan
@@ -281,12 +281,17 @@ class Rewriting:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one."""
+    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one.
+
+    So does `torch.utils.checkpoint` around it, which counts what its two runs save and keeps nothing of it.
+    """
     original = type(self).forward
     if torch.compiler.is_compiling() or is_captured():
         return original(self, *args, **kwargs)
     state: _Rewritten | None = vars(self).get(_STATE)
     if state is None or not state.parts or not self.training or not torch.is_grad_enabled():
+        return original(self, *args, **kwargs)
+    if is_in_checkpoint():
         return original(self, *args, **kwargs)
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
