@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
 from ..module_state.ambient import Ambient, recomputing
@@ -122,10 +123,11 @@ class Execution:
         except BaseException:
             self._forget()
             raise
-        return fx.node.map_aggregate(
-            self.program.result,
-            lambda a: returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a,
-        )
+
+        def returns(a: Any) -> Any:
+            return returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a
+
+        return map_aggregate(self.program.result, returns)
 
     def _leave_autograd(self) -> None:
         """From here on the table must not hold the autograd graph that holds the table."""
@@ -436,7 +438,7 @@ class Execution:
             if version is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
         for slot in (*step.scratch, *step.kept):
-            values[slot] = copies.get(slot, values[slot]).detach().clone()
+            values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
     def _catch_tape(self, n: int, saved: list[Tensor], places: Iterable[Place]) -> None:
