@@ -81,10 +81,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
         try:
-            if good is None:
-                choice = first_choice(trial, search, may_grow=not num_steps)
-            else:
-                choice = trial.share(search.choose)
+            choice = first_choice(trial, search, may_grow=not num_steps) if good is None else trial.share(search.choose)
         except InfeasibleBudgetError:
             if good is None:
                 raise

@@ -12,51 +12,41 @@ from rich.table import Table
 
 from ..budget import format_bytes
 from ..plans.step_planner import StepPlan
-from ..reports.report import candidates_table
+from ..reports.result import Candidate
 from .devices import Device
 from .network import Network
 from .request import Request
 from .study import Point, Study
 
-_BAR_WIDTH = 28
+_BAR_WIDTH = 18
 
 _CONTENTS = {
-    "activation_bytes": "activations kept for the backward",
-    "working_bytes": "at work: gradients of activations, workspaces",
+    "activation_bytes": "activations",
+    "working_bytes": "gradients of activations, workspaces",
     "model_bytes": "parameters and buffers",
     "gradient_bytes": "gradients of parameters",
-    "outside_bytes": "optimizer state and what else lies outside",
+    "outside_bytes": "optimizer state, other modules",
     "input_bytes": "the batch",
 }
 
 
 def print_answer(network: Network, request: Request, study: Study, device: Device, console: Console) -> None:
     """Prints the answer: does it fit, what is it made of, how low does it go, which batch size."""
-    result, step = study.result, study.result.step
+    result = study.result
     is_limited = request.memory is not None or request.device is not None
     console.print(f"[bold]{network.name}[/bold]  batch {_sizes(network, study)}, {_surrounded(network, request)}")
     if is_limited:
-        console.print(_verdict(study, request))
+        console.print(_verdict(study))
     console.print()
-    console.print(_contents(study, network))
-    console.print(_curve(study, result.budget_bytes if is_limited else None))
+    console.print(_contents(study, network), "")
+    console.print(_curve(study, result.budget_bytes if is_limited else None), "")
     if study.largest is not None and study.fastest is not None:
-        console.print(candidates_table(_few(study), ""))
-        world = request.world_size
-        for title, one in (("largest", study.largest), ("fastest", study.fastest)):
-            rate = (one.samples_per_second or 0.0) * world
-            devices = f" on {world} devices" if world > 1 else ""
-            console.print(
-                f"[bold]{title} batch: {one.batch_size}[/bold]  {format_bytes(one.predicted_peak_bytes)}, "
-                f"+{one.recompute_overhead or 0:.1%} time, about {rate:.3g} samples a second{devices}"
-            )
-        console.print()
+        console.print(_candidates(study, request.world_size), "")
     if study.attempts:
-        console.print(_attempts(study))
-    if step.num_recomputed:
-        console.print(f"in code: {_code(request, study)}", highlight=False, markup=False)
-    console.print(f"[dim]bytes: exact, and the planned step ran at {_measured(study)} on fake tensors. "
-                  f"{_source(device)}[/dim]", highlight=False)
+        console.print(_attempts(study), "")
+    if result.step.num_recomputed:
+        console.print(_code(request, study), highlight=False, markup=False, soft_wrap=True)
+    console.print(_source(study, device), style="dim", highlight=False, soft_wrap=True)
 
 
 def answer_as_json(network: Network, request: Request, study: Study, device: Device) -> str:
@@ -106,16 +96,17 @@ def _surrounded(network: Network, request: Request) -> str:
     return ", ".join(parts)
 
 
-def _verdict(study: Study, request: Request) -> str:
+def _verdict(study: Study) -> str:
     result = study.result
     budget = format_bytes(result.budget_bytes)
-    if result.plain_peak_bytes <= result.budget_bytes:
-        return f"[green]It fits into {budget} as it is[/green]: nothing is recomputed."
     if study.largest is not None:
-        return f"[green]A batch of {study.largest.batch_size} fits into {budget}[/green] by recomputation."
-    overhead = result.recompute_overhead
+        how = "by recomputation" if result.step.num_recomputed else "as it is"
+        return f"[bold green]A batch of {study.largest.batch_size} fits into {budget}[/bold green] {how}."
+    if not result.step.num_recomputed:
+        return f"[bold green]It fits into {budget} as it is[/bold green]: nothing is recomputed."
     plain = format_bytes(result.plain_peak_bytes)
-    return f"[green]It fits into {budget}[/green] for {overhead:.1%} more time; the plain step needs {plain}."
+    more = f"{result.recompute_overhead:.1%} more time"
+    return f"[bold green]It fits into {budget}[/bold green] for {more}; the plain step needs {plain}."
 
 
 def _contents(study: Study, network: Network) -> Table:
@@ -125,10 +116,15 @@ def _contents(study: Study, network: Network) -> Table:
     if step_bytes >= result.plain_peak_bytes:
         title = f"Plain peak {format_bytes(result.plain_peak_bytes)}, in the optimizer's step; before it, in "
         title += study.plain_peak_at
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = _table(title)
+    table.show_header = False
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
     amounts = asdict(study.contents)
     whole = max(1, sum(amounts.values()))
     for key, words in _CONTENTS.items():
+        if not amounts[key]:
+            continue
         share = amounts[key] / whole
         table.add_row(words, format_bytes(amounts[key]), f"{share:.0%}", "█" * round(share * _BAR_WIDTH))
     table.caption = f"{network.name} has {format_bytes(network.parameter_bytes)} of parameters"
@@ -140,10 +136,8 @@ def _curve(study: Study, budget_bytes: int | None) -> Table:
     plain = study.result.plain_peak_bytes
     saved = 1 - study.lowest_bytes / plain
     title = f"Time over memory: down to {format_bytes(study.lowest_bytes)} (−{saved:.0%})"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for name in ("peak", "of plain", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = _table(title, "peak", "of plain", "time")
+    table.add_column("", no_wrap=True)
     most = max((p.recompute_overhead for p in study.curve), default=0.0) or 1.0
     for point in sorted(study.curve, key=lambda p: -p.peak_bytes):
         bar = "█" * round(point.recompute_overhead / most * _BAR_WIDTH)
@@ -153,7 +147,7 @@ def _curve(study: Study, budget_bytes: int | None) -> Table:
             format_bytes(point.peak_bytes),
             f"{point.peak_bytes / plain:.0%}",
             _time(point),
-            bar + ("" if fits else " above the budget"),
+            bar if fits else f"{bar} above the budget".strip(),
             style=style,
         )
     return table
@@ -163,21 +157,51 @@ def _time(point: Point) -> str:
     return f"+{point.recompute_overhead:.1%}" if point.recompute_overhead else "plain"
 
 
-def _few(study: Study, most: int = 9) -> tuple[Any, ...]:
-    """The candidates worth a row: the largest, the fastest, the first that does not fit, and some between."""
+def _candidates(study: Study, world_size: int) -> Table:
+    """A few of the batch sizes that were planned: the largest, the fastest, the first that does not fit."""
+    assert study.largest is not None
+    assert study.fastest is not None
+    rate = "samples a second" if world_size == 1 else f"samples a second on {world_size}"
+    table = _table("Batch sizes", "batch", "plain peak", "planned peak", "time", rate)
+    table.add_column("", justify="left", no_wrap=True)
+    for c in _few(study):
+        is_largest, is_fastest = c.batch_size == study.largest.batch_size, c.batch_size == study.fastest.batch_size
+        words = " and ".join(["largest"] * is_largest + ["fastest"] * is_fastest)
+        table.add_row(
+            str(c.batch_size),
+            format_bytes(c.plain_peak_bytes),
+            format_bytes(c.predicted_peak_bytes),
+            "" if c.recompute_overhead is None else f"+{c.recompute_overhead:.1%}",
+            "" if c.samples_per_second is None else _rate(c.samples_per_second * world_size),
+            words if c.fits else c.reason,
+            style="bold" if words else (None if c.fits else "dim"),
+        )
+    return table
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _few(study: Study, most: int = 9) -> list[Candidate]:
     ordered = sorted(study.result.trials, key=lambda c: c.batch_size)
     marked = {c.batch_size for c in (study.largest, study.fastest) if c is not None}
-    refused = [c for c in ordered if not c.fits][:1]
     fitting = [c for c in ordered if c.fits]
-    stride = max(1, -(-len(fitting) // (most - 3)))
-    chosen = {c.batch_size for c in (*fitting[::stride], *refused)} | marked
-    return tuple(c for c in ordered if c.batch_size in chosen)
+    some = fitting[:: max(1, -(-len(fitting) // (most - 3)))]
+    refused = [c for c in ordered if not c.fits][:1]
+    chosen = marked | {c.batch_size for c in (*some, *refused)}
+    return [c for c in ordered if c.batch_size in chosen]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _attempts(study: Study) -> Table:
-    table = Table(title="All planners", title_justify="left", box=None, padding=(0, 2))
-    for name in ("planner", "peak", "time", "planned in"):
-        table.add_column(name, justify="left" if name == "planner" else "right")
+    table = _table("All planners", "planner", "peak", "time", "planned in")
     fitting = [a.recompute_overhead for a in study.attempts if a.recompute_overhead is not None]
     best = min(fitting, default=None)
     for attempt in sorted(study.attempts, key=lambda a: (a.recompute_overhead is None, a.recompute_overhead or 0.0)):
@@ -194,17 +218,14 @@ def _attempts(study: Study) -> Table:
 
 def _code(request: Request, study: Study) -> str:
     memory = f'"{request.memory}"' if isinstance(request.memory, str) else study.result.budget_bytes
-    size = study.result.batch_size if study.largest is not None else "keep"
-    batch = f'"{size}"' if isinstance(size, str) else size
-    return f"Trainer(callbacks=[Rematerialization(memory_budget={memory}, batch_size={batch})])"
+    size = study.result.batch_size if study.largest is not None else '"keep"'
+    return f"Trainer(callbacks=[Rematerialization(memory_budget={memory}, batch_size={size})])"
 
 
-def _measured(study: Study) -> str:
+def _source(study: Study, device: Device) -> str:
     measured = study.result.measured_peak_bytes
-    return "an unknown peak" if measured is None else format_bytes(measured)
-
-
-def _source(device: Device) -> str:
+    ran = "" if measured is None else f", and the planned step peaked at {format_bytes(measured)} on fake tensors"
+    speeds = f"the data sheet of {device.name}"
     if device.is_measured:
-        return "seconds: estimated from the speed of this machine's CPU; --device H100 estimates another's"
-    return f"seconds: estimated from the data sheet of {device.name}"
+        speeds = "the speed of this machine's CPU (--device H100 takes another's)"
+    return f"Bytes are those of tensors{ran}. Seconds are estimates from {speeds}."

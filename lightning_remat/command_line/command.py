@@ -64,7 +64,7 @@ def _refuse(text: str, code: int) -> int:
 
 def _does_not_fit(error: InfeasibleBudgetError) -> str:
     budget = "" if error.budget_bytes is None else f" into {format_bytes(error.budget_bytes)}"
-    node = "" if error.node is None else f", because of {error.node}"
+    node = "" if error.node is None else f", because of operation {error.node}"
     return f"does not fit{budget}: the lowest peak is {format_bytes(error.minimum_bytes)}{node}"
 
 
@@ -100,9 +100,11 @@ def _say_written(request: Request, console: Console, found: Study) -> None:
 @contextlib.contextmanager
 def _progress() -> Generator[Tell]:
     """A line on stderr that says what is being done, where stderr is a terminal."""
-    logger = logging.getLogger("lightning_remat")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    # What is wrong is told in one line at the end; fake tensors would log a traceback of it.
+    silenced = {name: logging.getLogger(name) for name in ("lightning_remat", "torch._subclasses.fake_tensor")}
+    levels = {name: logger.level for name, logger in silenced.items()}
+    for logger in silenced.values():
+        logger.setLevel(logging.CRITICAL)
     console = Console(stderr=True)
     try:
         if not console.is_terminal:
@@ -111,4 +113,5 @@ def _progress() -> Generator[Tell]:
         with console.status("starting") as status:
             yield lambda text: status.update(text)
     finally:
-        logger.setLevel(level)
+        for name, logger in silenced.items():
+            logger.setLevel(levels[name])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..batch_search.plain_trial import PlainTrial
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from .request import Request
-from .target import make_module
+from .target import exchanged, make_module
 from .training import WithBuckets, loss_of_output, make_optimizers, precision_context, true_type
 from .usage_error import UsageError, one_line
 
@@ -56,7 +56,7 @@ def make_network(request: Request, mode: FakeTensorMode) -> Network:
     module = make_module(request.target, mode)
     with mode:
         if (kind := true_type(request.precision)) is not None:
-            module = module.to(kind)
+            module = exchanged(module, lambda t: t.to(kind) if t.is_floating_point() else t)
         batch = _batch(request, module, kind or torch.float32, mode)
         if not has_batch_dimension(batch):
             raise UsageError("no input has a batch dimension: give --input 8x…")
@@ -136,7 +136,9 @@ def _try_forward(module: nn.Module, batch: Any, precision: Callable[[], Abstract
 
 def _described(batch: Any) -> list[str]:
     leaves = list(cast(Mapping[str, Any], batch).values()) if isinstance(batch, Mapping) else cast("list[Any]", batch)
-    return [f"{'×'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in leaves if isinstance(t, Tensor)]
+    return [
+        f"{'×'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in leaves if isinstance(t, Tensor)
+    ]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -143,6 +143,7 @@ def study(network: Network, request: Request, tell: Tell) -> Study:
 
 def _executed(network: Network, search: CandidateSearch, choice: Choice, tell: Tell) -> tuple[Choice, int]:
     """The choice and the peak of its step as run on fake tensors; another choice where that exceeds the budget."""
+    measured = 0
     for _ in range(_MOST_TRIES):
         tell(f"running the planned step at batch size {choice.batch_size} on fake tensors")
         modules = install(network.trial, choice.batch_size, choice.step)
@@ -198,9 +199,7 @@ def _attempts(search: CandidateSearch, choice: Choice, tell: Tell) -> list[Attem
         tell(f"comparing: {name}")
         start = time.perf_counter()
         try:
-            step = plan_step(
-                model.keys, model.graphs_at(size), budget, name, model.surroundings_at(size)
-            )
+            step = plan_step(model.keys, model.graphs_at(size), budget, name, model.surroundings_at(size))
             peak, overhead = step.predicted_peak_bytes, step.recompute_overhead
         except InfeasibleBudgetError as error:
             peak, overhead = int(error.minimum_bytes), None

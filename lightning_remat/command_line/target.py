@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +114,9 @@ def _read_config(path: Path) -> Any:
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:
-        raise UsageError(f"{path} is no config that transformers {transformers.__version__} knows: {one_line(error)}") from error
+        raise UsageError(
+            f"{path} is no config that transformers {transformers.__version__} knows: {one_line(error)}"
+        ) from error
 
 
 def _of_config(config: Any) -> nn.Module:
@@ -138,22 +141,32 @@ def _transformers() -> Any:
 
 
 def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The module with fake parameters and buffers in place of its own; what was shared stays shared."""
-    made: dict[int, Tensor] = {}
+    """The module with fake parameters and buffers in place of its own."""
 
     def fake(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if id(tensor) not in made:
-            with mode:
-                bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
-        return made[id(tensor)]
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
+    with mode:
+        return exchanged(module, fake)
+
+
+def exchanged(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The module with other parameters and buffers; what was shared stays shared.
+
+    `Module.to` cannot do it: it exchanges what lies behind a fake parameter, which has nothing behind it.
+    """
+    made: dict[int, Tensor] = {}
     for part in module.modules():
         for slots in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
             for name, tensor in slots.items():
-                if tensor is not None:
-                    slots[name] = cast(Any, fake(tensor))
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with torch.no_grad():
+                        other = exchange(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_parameter else other
+                slots[name] = cast(Any, made[id(tensor)])
     return module

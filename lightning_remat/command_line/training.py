@@ -81,14 +81,14 @@ def _is_scheduler(entry: Any) -> bool:
 
 
 def loss_of_output(output: Any) -> Tensor:
-    """The loss that the model returned, or the sum of all that it returned."""
+    """The loss that the model returned; else one whose gradient has a number for each that the model returned."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    losses = [t.sum() for t in tensors_in(output) if t.requires_grad]
+    losses = [(t * t.detach()).sum(dtype=torch.float32) for t in tensors_in(output) if t.requires_grad]
     if not losses:
         raise UsageError("the model's output depends on none of its parameters, so there is nothing to train")
-    return torch.stack([t.float() for t in losses]).sum() if len(losses) > 1 else losses[0]
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
 
 class WithBuckets(nn.Module):

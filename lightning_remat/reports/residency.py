@@ -142,18 +142,22 @@ class Contents:
 
 def contents_at(step: StepPlan, view: StepView, position: int) -> Contents:
     """What is alive during an action."""
-    around, graphs = step.surroundings, {key: made.graph for key, made in step.plans.items()}
-    total = sum(map(gradient_bytes, graphs.values()))
-    if position < view.timeline.num_forward:
-        gradients = 0 if around.is_alone else total
-    elif around.is_accumulating:
-        gradients = total
-    else:
-        ran = view.plan.schedule.actions[: position + 1]
-        gradients = min(total, sum(view.plan.graph.nodes[n].parameter_bytes for kind, n in ran if kind == "B"))
-    model = sum(graph.static_bytes for graph in graphs.values())
+    around, total = step.surroundings, view.timeline.memory_bytes[position]
+    model = sum(made.graph.static_bytes for made in step.plans.values())
+    gradients = parameter_gradients(step, view)[position]
     inputs = view.plan.graph.input_bytes
     outside = around.resident_bytes + around.correction_bytes
     activations = sum(stay.num_bytes for stay in view.stays if stay.start <= position < stay.end)
-    rest = view.timeline.memory_bytes[position] - model - gradients - inputs - outside - activations
+    rest = total - model - gradients - inputs - outside - activations
     return Contents(model, gradients, outside, inputs, activations, max(0, rest))
+
+
+def parameter_gradients(step: StepPlan, view: StepView) -> list[int]:
+    """Bytes of gradients of parameters during each action: those of the step before, then those that have come."""
+    around, total = step.surroundings, sum(gradient_bytes(made.graph) for made in step.plans.values())
+    actions, turn = view.plan.schedule.actions, view.timeline.num_forward
+    if around.is_accumulating:
+        return [total] * len(actions)
+    came = accumulate(view.plan.graph.nodes[n].parameter_bytes if kind == "B" else 0 for kind, n in actions)
+    before = 0 if around.is_alone else total
+    return [before if position < turn else min(total, count) for position, count in enumerate(came)]
