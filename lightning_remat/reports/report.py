@@ -14,21 +14,24 @@ from rich.table import Table
 from ..budget import format_bytes
 from ..measure.step_clock import Reading
 from ..plans.planner import Plan
-from .html_page import write_page
+from .html_page import headline, write_page
 from .plots import can_plot, plot_candidates, plot_timeline
 from .result import Candidate, Result
 
 
 def result_table(result: Result) -> Table:
     """The table printed at the start: peaks, budget, overhead, what is kept and what is recomputed."""
-    table = Table(title=f"Rematerialization: planner {result.plan.planner}, batch size {result.batch_size}")
+    title = f"Rematerialization: planner {result.plan.planner}, batch size {result.batch_size}"
+    table = Table(title=title, caption=headline(result))
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("plain peak (predicted)", format_bytes(result.plain_peak_bytes))
     table.add_row("budget", format_bytes(result.budget_bytes))
     table.add_row("predicted peak", format_bytes(result.predicted_peak_bytes))
     measured = result.measured_peak_bytes
-    table.add_row("measured peak", "not measured again (resumed)" if measured is None else format_bytes(measured))
+    table.add_row(
+        "measured peak", "not measured again (resumed)" if measured is None else format_bytes(measured)
+    )
     if result.prediction_error is not None:
         table.add_row("prediction error", f"{result.prediction_error:+.2%}")
     table.add_row("recompute overhead", f"{result.recompute_overhead:.1%}")
