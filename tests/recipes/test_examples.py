@@ -31,6 +31,7 @@ def test_each_has_a_test() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} <= tested
 
 
+@pytest.mark.slow
 def test_plain_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("plain_pytorch").main(num_steps=3) < 1
     before, after = (float(word) for word in capsys.readouterr().out.split()[:4] if word.replace(".", "").isdigit())
