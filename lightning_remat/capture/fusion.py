@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 
 from torch import fx
 
-from .recording import Record, written_buffers
+from .aliasing import Record
 
 Group = list[fx.Node]
 
 
-def group(graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
+def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[fx.Node]) -> list[Group]:
     """The operations, each a list of fx nodes in their original order, in an order in which they can run.
 
     An in-place operation is fused with the producer of the storage that it writes and with every node between them
     that touches this storage: a recomputation then never meets a half-written value. A group runs where its last
-    part stood. Where that would change the order of random draws, of writes to a buffer, or of three or more
+    part stood. Where that would change the order of random draws, of reads and writes of a buffer, or of three or more
     gradient contributions to one value, the nodes in between are fused too, so that results stay bitwise equal.
+    Effects are parts of the operation that follows them.
 
     Args:
         graph: The captured graph.
         records: What its nodes did.
+        effects: The nodes that only write into what lives outside the graph.
     """
     nodes = [n for n in graph.nodes if n.op.startswith("call") and (records[n].has_tensors or records[n].writes)]
     position = {n: i for i, n in enumerate(graph.nodes)}
@@ -44,19 +46,36 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
             if owner in root:
                 span = range(position[owner], position[n] + 1)
                 join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
-    written = written_buffers(records)
+    _join_effects(nodes, effects, join)
+    written = {owner for n in nodes for owner in records[n].writes if owner.op == "placeholder"}
     for n in nodes:
-        if not written.isdisjoint(records[n].views):  # a recomputation of its readers sees the buffer as it was
-            join([n, *n.users])
+        if not written.isdisjoint(records[n].views) and n not in effects and not records[n].owns:
+            join([n, *n.users])  # a recomputation of its readers sees the buffer as it was
     while True:
         groups = _collect(nodes, find)
         if clash := _cycle(groups):
             join(clash)
             continue
         ordered = _order(groups, position)
-        if not (clash := _reordered(ordered, position, records)):
+        if not (clash := _reordered(ordered, position, records, written)):
             return ordered
         join(clash)
+
+
+def _join_effects(
+    nodes: list[fx.Node], effects: Collection[fx.Node], join: Callable[[Iterable[fx.Node]], None]
+) -> None:
+    """Every effect with the next operation, or with the last one."""
+    following: fx.Node | None = None
+    for n in reversed(nodes):
+        if n not in effects:
+            following = n
+        elif following is not None:
+            join([following, n])
+    others = [n for n in nodes if n not in effects]
+    if others:
+        for n in nodes[nodes.index(others[-1]) + 1 :]:
+            join([others[-1], n])
 
 
 def _touches(n: fx.Node, owner: fx.Node, records: dict[fx.Node, Record]) -> bool:
@@ -135,23 +154,24 @@ def _order(groups: list[Group], position: dict[fx.Node, int]) -> list[Group]:
     return result
 
 
-def _reordered(groups: list[Group], position: dict[fx.Node, int], records: dict[fx.Node, Record]) -> list[fx.Node]:
+def _reordered(
+    groups: list[Group], position: dict[fx.Node, int], records: dict[fx.Node, Record], written: set[fx.Node]
+) -> list[fx.Node]:
     """Two nodes whose exchange could be seen, or nothing."""
     executed = [n for g in groups for n in g]
     streams: dict[object, list[fx.Node]] = {}
     for n in executed:
         if records[n].is_random:
             streams.setdefault("random", []).append(n)
-        for name in records[n].buffers:
-            streams.setdefault(name, []).append(n)
+        seen = {o for i in n.all_input_nodes for o in (i, *records[i].views)} | records[n].writes
+        for buffer in written & seen:
+            streams.setdefault(("buffer", buffer), []).append(n)
     readers: dict[object, list[fx.Node]] = {}
     for n in executed:
         for i in n.all_input_nodes:
             # A node that only passes a value on passes its gradient on as well: count by the owner of the storage.
             for value in records[i].views or {i}:
                 readers.setdefault(value, []).append(n)
-        if n.op == "call_module":
-            readers.setdefault(str(n.target), []).append(n)
     streams.update({k: v for k, v in readers.items() if len(v) > 2})
     for stream in streams.values():
         for a, b in pairwise(stream):

@@ -1,96 +1,92 @@
-"""Runs a traced module by its program, inside autograd: one `Step` from a forward to its backward.
+"""Runs a traced module by its program, inside autograd: one `Execution` from a forward to its backward.
 
-The first forward runs with gradients under saved-tensor hooks, so that the autograd graph is the ordinary one, but
-holds references in place of tensors. What the schedule keeps lies in the step's own table. When a backward asks for
-a saved tensor, the step advances to that backward, recomputing and discarding on the way.
+The first forward runs with gradients, so that the autograd graph is the ordinary one. An operation whose saved tensors
+all stay until its backward runs as it is. Of the others autograd holds references in place of tensors: what the
+schedule keeps lies in the execution's own table, and when a backward asks for a saved tensor, the program advances to
+that backward, recomputing and discarding on the way.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from ..capture.tracer import Operation
 from ..module_state.ambient import Ambient, recomputing
-from ..module_state.plain_tensors import tensor_attributes
-from ..module_state.random_state import generators_in_use
-from ..operations.conditions import Conditions, modified
-from ..operations.evaluation import call, detached, evaluate
+from ..module_state.random_state import Draws, generators_in_use
+from ..operations.contexts import ContextStack
 from ..operations.saved_tensors import (
     ExternalRef,
-    Leaf,
+    Geometry,
     OutputRef,
-    Source,
     TapeRef,
     caught_tensors,
-    classify,
-    held_only_here,
+    geometry_of,
     rebuilt,
     storage_key,
-    storage_owners,
     tensor_in,
     tensors_of,
 )
-from ..schedules.schedule import Action
-from .program import Program
-from .watch import Watch
+from .learning import Learning
+from .program import Do, Instruction, Place, Program, SlotOf, Step
 
 
-class Slot(NamedTuple):
-    """What autograd holds in place of a saved tensor; the step does not hold it back, so that both die at once."""
+class Watch(Protocol):
+    """Is told of every run of an operation, for a self-check."""
 
-    step: Step
+    def ended(self, name: str, made: list[Any], *, is_first: bool) -> None:
+        """A run of an operation has made these outputs."""
+
+
+class Reference(NamedTuple):
+    """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once."""
+
+    execution: Execution
     operation: int
     number: int
 
 
-def run_forward(program: Program, module: nn.Module, tensors: list[Tensor], watch: Watch | None = None) -> Any:
-    """The module's outputs, their autograd graph tied to a new step of the program.
+def run_forward(program: Program, values: list[Any], watch: Watch | None = None) -> Any:
+    """What the captured graph returns, its autograd graph tied to a new execution of the program.
 
     Args:
         program: What to follow.
-        module: The module that was traced, or a copy of it.
-        tensors: The tensors among the flattened arguments of the call.
+        values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
         watch: Is told of every run.
     """
-    if watch is None:
-        return Step(program, module, tensors).forward()
-    watch.enters()
-    result = Step(program, module, tensors, watch).forward()
-    watch.leaves()
-    return result
+    return Execution(program, values, watch).forward()
 
 
-class Step:
+class Execution:
     """The state of one forward and its backward: what is resident, and how far the program has run."""
 
-    def __init__(self, program: Program, module: nn.Module, tensors: list[Tensor], watch: Watch | None = None) -> None:
-        count = len(program.traced.operations)
-        self.program, self.module, self.watch = program, module, watch
-        self.operations = program.traced.operations
-        placeholders = [n for n in program.traced.fx_graph.nodes if n.op == "placeholder"]
-        self.values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
-        self.versions = {n: t._version for n, t in self.values.items()}
+    def __init__(self, program: Program, values: list[Any], watch: Watch | None = None) -> None:
+        self.program, self.watch, self.steps = program, watch, program.steps
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        self.num_given = len(values)
+        self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
+        for slot, value in program.fetched:
+            self.values[slot] = value
+        self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
         self.devices = list({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
         self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
         self.is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        owned = [*module.parameters(), *module.buffers(), *(t for _, t in tensor_attributes(module)), *tensors]
-        self.external = {key for t in owned if (key := storage_key(t)) is not None}
-        self.outputs: list[list[Any] | None] = [None] * count
-        self.leaves: list[list[Leaf]] = [[] for _ in range(count)]
-        self.tapes: list[dict[int, Tensor] | None] = [None] * count
-        self.sources: list[list[Source]] = [[] for _ in range(count)]  # of the tensors that autograd saved
-        self.read: set[tuple[int, int]] = set()  # saved tensors (operation, number) that this backward has read
-        self.released: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}  # storages let go of since
-        self.conditions: list[Conditions | None] = [None] * count
+        self.saved: dict[int, list[Place]] = {}  # of the hooked operations, in the order in which autograd saved them
+        self.held: dict[tuple[int, int], tuple[Tensor, int]] = {}  # those that lie outside, with their versions
+        self.tapes: dict[int, dict[int, Tensor]] = {}
+        self.draws: dict[int, Draws] = {}
+        self.copies: dict[int, dict[int, Tensor]] = {}
+        self.kept_versions: dict[tuple[int, int], int] = {}
+        self.read: set[tuple[int, int]] = set()  # saved tensors that this backward has read
+        self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
         self.running: tuple[int, list[Tensor]] | None = None  # the first run in progress and what it has saved
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
         self.output_versions: dict[int, list[int]] = {}
@@ -101,122 +97,169 @@ class Step:
 
     def forward(self) -> Any:
         """Runs the program up to the first backward."""
-        returned: dict[fx.Node, Any] = {}
+        is_known = len(self.program.learned) == len(self.program.hooked)
+        learns = None if is_known else Learning(self.program, self.values, self.num_given)
+        returned: dict[int, Any] = {}
         try:
-            self._note_constants(-1)
-            for kind, n in self.program.forward:
-                if kind == "F" and not self.leaves[n] and self.outputs[n] is None and n not in self.dormant:
-                    self._run_first(n, returned)
-                elif kind == "F":
-                    self._revive(n)
-                elif kind == "D" and self.program.revived:
-                    self._empty(n)
-                else:
-                    self._discard(kind, n)
-            # From here on the table must not hold the autograd graph that holds the table.
-            self.outputs = [None if values is None else [detached(v) for v in values] for values in self.outputs]
-            self.dormant.clear()
+            with ContextStack() as contexts:
+                for what, n in self.program.forward:
+                    if what is Do.RUN:
+                        self._run_first(n, returned, contexts, learns)
+                    elif what is Do.DROP:
+                        self._drop(n)
+                    elif what is Do.COMPUTE:
+                        run, slot = self.program.constants[n]
+                        (self.values[slot],) = run(self.values)
+                    elif what is Do.DROP_TAPE:
+                        self.tapes.pop(n, None)
+                    elif what is Do.SLEEP:
+                        self._sleep(n)
+                    else:
+                        self._revive(n)
+            self._leave_autograd()
         except BaseException:
             self._forget()
             raise
-        self.output_versions = {
-            n: [t._version for t in tensors_of(self.outputs[n] or [])] for n in self.program.traced.outputs
-        }
-        result = next(n for n in self.program.traced.fx_graph.nodes if n.op == "output").args[0]
-        leaves: Any = fx.map_arg(result, lambda n: returned[n] if n in returned else self.values[n])
-        return self.program.traced.output_spec.build(leaves)
+        return fx.node.map_aggregate(
+            self.program.result,
+            lambda a: returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a,
+        )
 
-    def _run_first(self, n: int, returned: dict[fx.Node, Any]) -> None:
-        operation = self.operations[n]
+    def _leave_autograd(self) -> None:
+        """From here on the table must not hold the autograd graph that holds the table."""
+        for step in self.steps:
+            for slot in step.outputs:
+                value = self.values[slot]
+                if value is not None:
+                    self.values[slot] = apart = _leaf(value)
+                    if step.is_output:
+                        self.output_versions[slot] = [t._version for t in tensors_of([apart])]
+        self.dormant.clear()
+
+    def _run_first(self, n: int, returned: dict[int, Any], contexts: ContextStack, learns: Learning | None) -> None:
+        step, values = self.steps[n], self.values
+        for slot in step.kept:
+            if step.is_repeated:
+                self.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
+            else:
+                self.kept_versions[n, slot] = values[slot]._version
+        contexts.enter(step.contexts)
+        if step.operation.is_random and not self.is_fake:
+            with generators_in_use:
+                draws = Draws(self.devices, with_host=False)
+                made, saved = self._call(n, step)
+                if draws.end():
+                    self.draws[n] = draws
+        else:
+            made, saved = self._call(n, step)
+        outputs = made[: len(step.outputs)]
+        if self.program.revived:
+            outputs = self._apart_from_inputs(step, outputs)
+        for slot, value in zip(step.outputs, outputs, strict=True):
+            values[slot] = value
+            if step.is_output:
+                returned[slot] = value
+        for slot, value in zip(step.effects, made[len(step.outputs) :], strict=True):
+            values[slot] = value
+        if learns is not None:
+            learns.note(n)
+        if step.is_hooked:
+            self._place(n, saved, learns)
+        if step.is_announced and not saved:
+            self._announce(n, tensors_of(outputs))
+        if self.watch is not None:
+            self.watch.ended(step.operation.name, list(outputs), is_first=True)
+
+    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Runs an operation, and what autograd saved of it where it is hooked."""
+        if not step.is_hooked:
+            return step.run(self.values), []
         saved: list[Tensor] = []
 
-        def pack(tensor: Tensor) -> Slot:
+        def pack(tensor: Tensor) -> Reference:
             saved.append(tensor)
-            return Slot(self, n, len(saved) - 1)
+            return Reference(self, n, len(saved) - 1)
 
-        with generators_in_use if operation.is_random else nullcontext():
-            conditions = self.conditions[n] = Conditions(
-                self.module, operation, self.devices, self.program.written, is_fake=self.is_fake
-            )
-            self.running = n, saved
-            if self.watch is not None:
-                self.watch.begins(self, n)
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-                values = evaluate(self.module, operation, self._fetch_connected, is_first=True)
-            self.running = None
-            conditions.end()
-        if self.watch is not None:
-            self.watch.ended(self, n, [values, saved])
-        if self.program.revived:
-            values = self._apart_from_inputs(operation, values)
-        self.outputs[n] = values
-        leaves = tensors_of(values)
-        self.leaves[n] = [Leaf.of(t) for t in leaves]
-        sources = classify(saved, storage_owners(self.operations, self.leaves, n), self.external)
-        tape = {k: saved[k].detach() for k, source in enumerate(sources) if isinstance(source, TapeRef)}
+        self.running = n, saved
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            made = step.run(self.values)
+        self.running = None
+        found = list(saved)
         saved.clear()  # autograd holds the pack hook, and it this list
-        self.sources[n] = sources
-        self.tapes[n] = tape or None
-        if not sources and self.program.before[self.program.place[n]]:
-            self._announce(n, leaves)
-        pairs = zip(operation.outputs, values, strict=True)
-        returned.update((node, value) for node, value in pairs if any(user.op == "output" for user in node.users))
-        self._note_constants(n)
+        return made, found
 
-    def _apart_from_inputs(self, operation: Operation, values: list[Any]) -> list[Any]:
+    def _place(self, n: int, saved: list[Tensor], learns: Learning | None) -> None:
+        """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
+        places = self.program.learned.get(n)
+        if places is None or len(places) != len(saved):
+            places = (
+                Learning(self.program, self.values, self.num_given).places(n, saved)
+                if learns is None
+                else learns.places(n, saved)
+            )
+            if learns is not None:
+                self.program.learned[n] = places
+        kept: list[Place] = []
+        for k, (tensor, place) in enumerate(zip(saved, places, strict=True)):
+            if isinstance(place.source, OutputRef):
+                witness = self.values[place.slot]
+                leaf = witness if isinstance(witness, Tensor) else tensors_of([witness])[place.leaf]
+                if storage_key(leaf) == storage_key(tensor):
+                    kept.append(place)
+                    continue
+                place = _OUTSIDE  # it is another one this time: held, whatever it costs
+            if isinstance(place.source, TapeRef):
+                self.tapes.setdefault(n, {})[k] = tensor
+                if not place.source.is_like(tensor):
+                    place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
+            else:
+                self.held[n, k] = tensor, tensor._version
+            kept.append(place)
+        self.saved[n] = kept
+
+    def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
         """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
-        inputs = {id(t) for i in operation.inputs for t in tensors_of(self.outputs[i] or [])}
-        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, values)
+        inputs = {id(t) for t in tensors_of(self.values[i] for i in step.inputs)}
+        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, tuple(outputs))
 
     def _announce(self, n: int, leaves: list[Tensor]) -> None:
         """A backward that reads nothing still moves the program on.
 
         One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
         """
-        before = [t.grad_fn for i in self.operations[n].inputs for t in tensors_of(self.outputs[i] or [])]
+        before = [t.grad_fn for t in tensors_of(self.values[i] for i in self.steps[n].inputs)]
         for leaf in leaves:
             if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
                 leaf.grad_fn.register_prehook(partial(_arrive_before, weakref.ref(self), n))
 
-    def _note_constants(self, n: int) -> None:
-        for constant in self.program.constants_after.get(n, ()):
-            self.values[constant] = call(self.module, constant, self._fetch_connected, is_first=True)
-
-    def _fetch_connected(self, node: fx.Node) -> Any:
-        producer = self.program.traced.producer.get(node)
-        if producer is None:
-            return self.values[node]
-        values = self.outputs[producer]
-        assert values is not None, f"{node} is not resident"
-        return values[self.operations[producer].outputs.index(node)]
-
-    def _empty(self, n: int) -> None:
+    def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
 
         All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
         """
-        values = self.outputs[n]
-        assert values is not None
-        if n not in self.program.traced.outputs:  # the caller holds what leaves the region
-            for t in held_only_here(values):  # a hook or a custom function may keep one, as in the plain run
+        step = self.steps[n]
+        outputs = [self.values[slot] for slot in step.outputs]
+        if not step.is_output:  # the caller holds what leaves the region
+            for t in tensors_of(outputs):
                 t.data = t.data.new_empty(0)
         if n in self.program.revived:
-            self.dormant[n] = values
-        self.outputs[n] = None
+            self.dormant[n] = outputs
+        self._drop(n)
 
     def _revive(self, n: int) -> None:
         """Recomputes within the forward; later operations read the first run's tensors, filled again."""
-        values = self.dormant.pop(n, None)
-        if values is not None and n in self.program.traced.outputs:
-            self.outputs[n] = values
-        self._rerun(n)
-        if values is not None and n not in self.program.traced.outputs:
-            again = tensors_of(self.outputs[n] or [])
+        step = self.steps[n]
+        asleep = self.dormant.pop(n, None)
+        self._run_again(n)
+        if asleep is None:
+            return
+        if not step.is_output:
+            again = tensors_of(self.values[slot] for slot in step.outputs)
             with torch.no_grad():
-                for t, new in zip(tensors_of(values), again, strict=True):
-                    t.data = new
-            self.outputs[n] = values
-            self.leaves[n] = [Leaf.of(t) for t in tensors_of(values)]
+                for t, new in zip(tensors_of(asleep), again, strict=True):
+                    t.data = new.detach()
+        for slot, value in zip(step.outputs, asleep, strict=True):
+            self.values[slot] = value
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -226,17 +269,19 @@ class Step:
             return self._saved_meanwhile(n, number)
         with self.lock:
             self.arrive(n)
-            source = self.sources[n][number]
-            if isinstance(source, ExternalRef):
-                if source.tensor._version != source.version:
-                    raise modified(f"a tensor of shape {tuple(source.tensor.shape)}", source.version, source.tensor)
-                return source.tensor
-            if isinstance(source, OutputRef) and (reference := self.released.get((n, number))) is not None:
+            if (held := self.held.get((n, number))) is not None:
+                tensor, version = held
+                if tensor._version != version:
+                    raise modified(f"a tensor of shape {tuple(tensor.shape)}", version, tensor)
+                return tensor
+            if (gone := self.released.get((n, number))) is not None:
+                reference, dtype, geometry = gone
                 storage = reference()
                 if storage is not None:  # read again by the same backward, while it lives
-                    leaf = self.leaves[source.operation][source.leaf]
-                    return tensor_in(storage, leaf.dtype, source.geometry or leaf.geometry)
-            tensor = self._read(n, source)
+                    return tensor_in(storage, dtype, geometry)
+            source = self.saved[n][number].source
+            assert not isinstance(source, ExternalRef)
+            tensor = self._read(n, number, source)
             self._release(n, number, source, tensor)
             return tensor
 
@@ -247,55 +292,56 @@ class Step:
         if n == running:
             return saved[number]
         raise RuntimeError(
-            f"{self.operations[running].name} differentiates through {self.operations[n].name} within the forward, "
-            "where nothing can be recomputed. Remedy: leave it out of the rewritten modules"
+            f"{self.steps[running].operation.name} differentiates through {self.steps[n].operation.name} within the "
+            "forward, where nothing can be recomputed. Remedy: leave it out of the rewritten modules"
         )
 
-    def _read(self, n: int, source: OutputRef | TapeRef) -> Tensor:
+    def _read(self, n: int, number: int, source: OutputRef | TapeRef) -> Tensor:
         if isinstance(source, TapeRef):
-            tape = self.tapes[n]
-            if tape is None or source.index not in tape:
-                self.tapes[n] = None
-                self._rerun(n)
-                tape = self.tapes[n]
-                assert tape is not None
-            return tape[source.index]
-        if self.outputs[source.operation] is None:
-            self._rerun(source.operation)
-        leaf = tensors_of(self.outputs[source.operation] or [])[source.leaf]
-        self._check_version(source.operation, source.leaf, leaf)
+            if number not in self.tapes.get(n, ()):
+                with self._recomputing():
+                    self._run_again(n, with_tape=True)
+            return self.tapes[n][number]
+        step = self.steps[source.operation]
+        if self.values[step.outputs[0]] is None:
+            with self._recomputing():
+                self._run_again(source.operation)
+        leaf = tensors_of(self.values[slot] for slot in step.outputs)[source.leaf]
+        self._check_output(source.operation)
         return rebuilt(leaf, source.geometry)
 
     def _release(self, n: int, number: int, source: OutputRef | TapeRef, tensor: Tensor) -> None:
         """After the last read of a value by a backward it lives only as long as this backward."""
         self.read.add((n, number))
-        released = self.program.released[n]
         if isinstance(source, TapeRef):
-            tape = self.tapes[n]
-            if ("T", n) in released and tape is not None:
-                del tape[source.index]
-        elif ("D", source.operation) in released:
-            self.released[n, number] = weakref.ref(tensor.untyped_storage())
+            self._note_released(n, number, tensor)
+            del self.tapes[n][number]
+        elif source.operation in self.program.released[n]:
+            self._note_released(n, number, tensor)
+            others = enumerate(self.saved[n])
             if all(
                 (n, k) in self.read
-                for k, other in enumerate(self.sources[n])
-                if isinstance(other, OutputRef) and other.operation == source.operation
+                for k, other in others
+                if isinstance(other.source, OutputRef) and other.source.operation == source.operation
             ):
-                self.outputs[source.operation] = None
+                self._drop(source.operation)
+
+    def _note_released(self, n: int, number: int, tensor: Tensor) -> None:
+        if tensor.layout is torch.strided:
+            self.released[n, number] = weakref.ref(tensor.untyped_storage()), tensor.dtype, geometry_of(tensor)
 
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
+        target = self.program.place[n]
+        if target == self.position:
+            return
         with self.lock:
-            target = self.program.place[n]
-            if target == self.position:
-                return
             try:
                 if target < self.position:
                     self._start_over()
                 while self.position < target:
                     self.position += 1
-                    for action in self.program.before[self.position]:
-                        self._act(action)
+                    self._follow(self.program.before[self.position])
             except BaseException:
                 self._forget()
                 self.position = len(self.program.backwards)  # whatever comes next starts over
@@ -304,96 +350,147 @@ class Step:
     def _start_over(self) -> None:
         self._forget()
         self.position = -1
-        for action in self.program.forward:
-            self._act(action)
+        with self._recomputing():
+            for what, n in self.program.forward:
+                if what is Do.RUN or what is Do.RUN_AGAIN:
+                    self._run_again(n, with_tape=self.steps[n].is_hooked)
+                elif what is Do.DROP or what is Do.SLEEP:
+                    self._drop(n)
+                elif what is Do.DROP_TAPE:
+                    self.tapes.pop(n, None)
 
-    def _act(self, action: Action) -> None:
-        kind, n = action
-        if kind == "F":
-            self._rerun(n)
-        else:
-            self._discard(kind, n)
+    def _follow(self, instructions: tuple[Instruction, ...]) -> None:
+        """Recomputes and discards; a stretch of recomputations has its settings once."""
+        if not instructions:
+            return
+        with self._recomputing() if any(what is Do.RUN_AGAIN for what, _ in instructions) else nullcontext():
+            for what, n in instructions:
+                if what is Do.RUN_AGAIN:
+                    self._run_again(n, with_tape=self.steps[n].is_hooked)
+                elif what is Do.DROP:
+                    self._drop(n)
+                else:
+                    self.tapes.pop(n, None)
 
-    def _discard(self, kind: str, n: int) -> None:
-        if kind == "D":
-            self.outputs[n] = None
-        else:
-            self.tapes[n] = None
+    def _recomputing(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recomputing())
+        stack.enter_context(self.ambient.restored())
+        return stack
 
-    def _rerun(self, n: int) -> None:
-        """Recomputes an operation from detached inputs; its saved tensors are caught slot by slot."""
-        operation = self.operations[n]
+    def _drop(self, n: int) -> None:
+        for slot in self.steps[n].outputs:
+            self.values[slot] = None
+
+    def _run_again(self, n: int, *, with_tape: bool = False) -> None:
+        """Recomputes an operation, its inputs cut off from the graph; its tape is caught tensor by tensor."""
+        step = self.steps[n]
+        for slot, producer in zip(step.inputs, step.producers, strict=True):
+            if self.values[slot] is None:
+                self._run_again(producer)
+            elif slot in self.output_versions:
+                self._check_output(producer)
+        places = self.saved.get(n, ())
+        with_tape = with_tape and n not in self.tapes and any(isinstance(p.source, TapeRef) for p in places)
         saved: list[Tensor] = []
-        conditions = self.conditions[n]
-        assert conditions is not None
-        inputs: dict[fx.Node, Any] = {}
-
-        def fetch(node: fx.Node) -> Any:
-            if node not in inputs:
-                inputs[node] = self._fetch_detached(node)
-            return inputs[node]
-
-        with torch.enable_grad(), recomputing(), self.ambient.restored():
-            for part in operation.parts:  # may recompute in its turn, under other conditions
-                for i in part.all_input_nodes:
-                    if i.op != "get_attr" and i not in operation.parts:
-                        fetch(i)
-            with conditions.restored(self.module), caught_tensors(saved):
-                values = evaluate(self.module, operation, fetch, is_first=False)
+        values = self._conditions(n, step)
+        draws = self.draws.get(n)
+        if draws is None and not with_tape and not step.contexts:
+            made = step.run_again(values)
+        else:
+            with (
+                ContextStack() as contexts,
+                caught_tensors(saved) if with_tape else nullcontext(),
+                nullcontext() if draws is None else draws.replayed(),
+            ):
+                contexts.enter(step.contexts)
+                made = step.run_again(values)
+        if with_tape:
+            self._catch_tape(n, saved, places)
+            saved.clear()  # it holds the graph that holds the hook that holds it
         if self.watch is not None:
-            self.watch.ended(self, n, [values, saved])
-        if len(saved) != len(self.sources[n]):
+            self.watch.ended(step.operation.name, list(made), is_first=False)
+        if not step.outputs or self.values[step.outputs[0]] is None:
+            for slot, value in zip(step.outputs, made, strict=True):
+                self.values[slot] = _leaf(value)
+                self.output_versions.pop(slot, None)
+
+    def _conditions(self, n: int, step: Step) -> Any:
+        """What an operation reads when it runs again: outside, the values of its first run."""
+        values = self.values
+        for slot in step.external:
+            value = values[slot]
+            if isinstance(value, Tensor) and value._version != self.versions[slot]:
+                name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
+                what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
+                raise modified(what, self.versions[slot], value)
+        if not step.scratch and not step.kept:
+            return values
+        values = list(values)
+        copies = self.copies.get(n, {})
+        for slot in step.kept:
+            version = self.kept_versions.get((n, slot))
+            if version is not None and values[slot]._version != version:
+                raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
+        for slot in (*step.scratch, *step.kept):
+            values[slot] = copies.get(slot, values[slot]).detach().clone()
+        return values
+
+    def _catch_tape(self, n: int, saved: list[Tensor], places: Iterable[Place]) -> None:
+        places = list(places)
+        own = [(k, p.source) for k, p in enumerate(places) if isinstance(p.source, TapeRef)]
+        if len(saved) != len(places) or not all(source.is_like(saved[k]) for k, source in own):
             raise RuntimeError(
-                f"{operation.name} saved {len(self.sources[n])} tensors for backward in its first run and {len(saved)} "
-                "in its recomputation, so it does not do the same twice. Remedy: leave it out of the rewritten modules"
+                f"{self.steps[n].operation.name} saved other tensors for its backward in its recomputation than in its "
+                f"first run ({len(places)} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it "
+                "out of the rewritten modules"
             )
-        if self.tapes[n] is None:
-            sources = enumerate(self.sources[n])
-            self.tapes[n] = {k: saved[k].detach() for k, source in sources if isinstance(source, TapeRef)} or None
-        saved.clear()  # it holds the graph that holds the hook that holds it
-        if self.outputs[n] is None:
-            self.outputs[n] = [detached(v) for v in values]
-            self.output_versions.pop(n, None)
+        self.tapes[n] = {k: saved[k] for k, _ in own}
 
-    def _fetch_detached(self, node: fx.Node) -> Any:
-        producer = self.program.traced.producer.get(node)
-        if producer is None:
-            value = self.values[node]
-            if isinstance(value, Tensor):
-                if value._version != self.versions.get(node, value._version):
-                    raise modified(f"input {node.name}", self.versions[node], value)
-                return value.detach().requires_grad_(value.requires_grad)
-            return value
-        if self.outputs[producer] is None:
-            self._rerun(producer)
-        values = self.outputs[producer]
-        assert values is not None
-        copies = [detached(v) for v in values]
-        for k, t in enumerate(tensors_of(copies)):
-            self._check_version(producer, k, t)
-            if self.leaves[producer][k].requires_grad:
-                t.requires_grad_()
-        return copies[self.operations[producer].outputs.index(node)]
-
-    def _check_version(self, n: int, leaf: int, tensor: Tensor) -> None:
-        versions = self.output_versions.get(n)
-        if versions and versions[leaf] != tensor._version:
-            raise modified(f"the output of {self.operations[n].name}", versions[leaf], tensor)
+    def _check_output(self, n: int) -> None:
+        for slot in self.steps[n].outputs:
+            for t, version in zip(tensors_of([self.values[slot]]), self.output_versions.get(slot, ()), strict=False):
+                if t._version != version:
+                    raise modified(f"the output of {self.steps[n].operation.name}", version, t)
 
     def _forget(self) -> None:
-        count = len(self.operations)
+        for step in self.steps:
+            for slot in step.outputs:
+                self.values[slot] = None
         self.output_versions.clear()
         self.read.clear()
         self.released.clear()
-        self.outputs, self.tapes = [None] * count, [None] * count
+        self.tapes.clear()
         self.dormant.clear()
 
 
-def _arrive_before(reference: weakref.ref[Step], n: int, _gradients: Any) -> None:
-    step = reference()
-    if step is not None:  # else no backward of it reads anything any more
-        step.arrive(n)
+_OUTSIDE = Place(ExternalRef())
 
 
-def _unpack(slot: Slot) -> Tensor:
-    return slot.step.unpack(slot.operation, slot.number)
+def _leaf(value: Any) -> Any:
+    """The value cut from its graph, asking for gradients where it did."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
+    if value is None:
+        return None
+    return tree_map_only(Tensor, _leaf, value)
+
+
+def modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
+    """The error of a backward that would use a value other than its forward."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
+        f"version {tensor._version}, expected version {version}. Remedy: use the out-of-place operation, or run the "
+        "backward before the change"
+    )
+
+
+def _arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) -> None:
+    execution = reference()
+    if execution is not None:  # else no backward of it reads anything any more
+        execution.arrive(n)
+
+
+def _unpack(reference: Reference) -> Tensor:
+    return reference.execution.unpack(reference.operation, reference.number)

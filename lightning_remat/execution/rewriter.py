@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import functools
+import logging
+import threading
 import types
 import warnings
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..capture.decisions import call_key, decides_alike
-from ..capture.tracer import TracedModule, trace_out_of_place
-from ..module_state.nesting import flatten
+from ..budget import format_bytes
+from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
+from ..capture.tracer import is_alike, traced_graph
+from ..errors import InfeasibleBudgetError, TraceError
+from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured
+from ..operations.operation import TracedModule
 from ..plans.planner import Plan
-from .executor import run_forward
+from ..plans.planner import plan as make_plan
+from ..profiling.profiler import profile_call
+from ..schedules.schedule import Schedule
+from .executor import Watch, run_forward
 from .program import Program, compile_schedule
-from .watch import Watch
+
+logger = logging.getLogger("lightning_remat")
 
 _STATE = "_rematerialization"
 _REPLICATE = "_replicate_for_data_parallel"
 
-
-def as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
-    """The operations that an earlier plan is for: in-place activations are apart in some.
-
-    Args:
-        traced: The module, in-place activations in place.
-        args: Positional arguments of the call that was traced.
-        kwargs: Its keyword arguments.
-        plan: Made for this module, or for another, of which `checked_program` tells.
-    """
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] == names:
-        return traced
-    apart = trace_out_of_place(traced.module, *args, **kwargs)
-    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
+_MOST_PLANS = 8
+"""Graphs for which plans are made while a module trains, before it goes on without."""
 
 
 def checked_program(traced: TracedModule, plan: Plan) -> Program:
@@ -56,51 +52,115 @@ def checked_program(traced: TracedModule, plan: Plan) -> Program:
             f"the plan has {len(planned)} operations and the module {len(names)}; the first difference is "
             f"{difference!r}. Remedy: make the plan on this module"
         )
-    return compile_schedule(traced, plan.schedule)
+    return compile_schedule(traced, plan.schedule, plan.graph)
 
 
-@dataclass(slots=True)
+Part = tuple[Program, Plan]
+"""How a graph runs, and the plan that says so."""
+
+_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
 class _Rewritten:
-    """What `install` leaves on a module: shared by its copies, gone from its pickle."""
+    """What `install` leaves on a module: shared by its copies, gone from its pickle.
 
-    program: Program | None
-    plan: Plan | None
-    run: Callable[..., Any] | None
-    watch: Watch | None = None
-    verdicts: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+    Args:
+        plan: That of the module; None in a pickle.
+        parts: The programs of the graphs that its forward consists of, and their plans; none where only its submodules
+            have programs of their own.
+        planner: What makes further plans, for graphs that TorchDynamo captures later.
+    """
 
-    def is_for(self, module: nn.Module, tensors: list[Tensor]) -> bool:
-        """Whether the program is that of a call on these inputs; found out once for each kind of inputs."""
-        traced = cast(Program, self.program).traced
-        if not traced.decisions:
-            return True
-        key = call_key(tensors)
-        if key not in self.verdicts:
-            self.verdicts[key] = key == traced.call_key or decides_alike(module, traced.decisions, tensors)
-        return self.verdicts[key]
+    def __init__(
+        self, plan: Plan | None, parts: Sequence[Part] = (), planner: str | Callable[..., Schedule] = "auto"
+    ) -> None:
+        self.plan, self.parts, self.planner = plan, parts, planner
+        self.watch: Watch | None = None
+        self._lock = threading.Lock()
+        self._programs: dict[CapturedGraph, Program | None] = {}
+        self._num_plans = 0
+        for program, part in parts:
+            graph = cast(CapturedGraph, program.traced.captured)
+            self._programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's results, by the program of the graph that TorchDynamo's guards choose.
+
+        Raises:
+            CaptureError: There is none, and nothing has run.
+        """
+        forward: CompiledForward = self.parts[0][0].traced.forward
+        return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
+
+    def _run(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Any:
+        if graph not in self._programs:
+            with self._lock:
+                if graph not in self._programs:
+                    self._programs[graph] = self._program_for(call, graph, values)
+        program = self._programs[graph]
+        return graph.module(*values) if program is None else run_forward(program, values, self.watch)
+
+    def _program_for(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
+        """The program of a graph that was captured later: by the same plan where it has the same operations."""
+        module = call[0]
+        forward: CompiledForward = self.parts[0][0].traced.forward
+        name, given = type(module).__name__, self._given(call, values)
+        try:
+            traced = traced_graph(module, forward, graph, values, given)
+            apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
+            for (program, plan), found in product(self.parts, (traced, apart)):
+                if found is not None and is_alike(found, program.traced):
+                    return compile_schedule(found, plan.schedule, plan.graph)
+            assert traced is not None
+            if self._num_plans == _MOST_PLANS:
+                warnings.warn(
+                    f"{name} runs without rematerialization where it does something new: {_MOST_PLANS} plans have been "
+                    "made for it. Remedy: keep what changes from step to step out of its forward",
+                    stacklevel=2,
+                )
+                return None
+            self._num_plans += 1
+            costs = profile_call(traced, values, given, repeats=1)
+            plan = make_plan(costs, max(part.budget_bytes for _, part in self.parts), self.planner)
+            logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
+            return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
+        except (TraceError, InfeasibleBudgetError) as error:
+            warnings.warn(f"{name} runs without rematerialization in this case: {error}", stacklevel=2)
+            return None
+
+    def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:
+        """The tensors that come into a graph: the call's, or any that the module does not hold."""
+        if self.parts[0][0].traced.forward.is_whole:
+            return tensors_in(call[1:])
+        owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
+        return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
 
     def __reduce__(self) -> Any:
-        return _Rewritten, (None, None, None)
+        return _Rewritten, (None,)
 
 
-def install(module: nn.Module, program: Program, plan: Plan) -> None:
+def _is_worth(plan: Plan) -> bool:
+    return bool(plan.num_recomputed) or plan.peak_bytes < plan.plain.peak_bytes
+
+
+def install(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
     """Puts the program in the place of the module's forward; one that changes nothing leaves it."""
     restore(module)
-    if plan.num_recomputed or plan.peak_bytes < plan.plain.peak_bytes:
-        forced(module, program, plan)
+    if _is_worth(plan):
+        forced(module, program, plan, planner)
 
 
-def forced(module: nn.Module, program: Program, plan: Plan) -> None:
+def forced(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
     """Puts the program in the place of the module's forward even if it recomputes nothing, to measure its cost."""
-    _put(module, _Rewritten(program, plan, _uncompiled()))
+    _put(module, _Rewritten(plan, [(program, plan)], planner))
 
 
 def _put(module: nn.Module, state: _Rewritten) -> None:
     vars(module)[_STATE] = state
-    if state.program is not None:
+    if state.parts:
         _bind(module)
 
 
@@ -116,19 +176,48 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     return replica
 
 
-def install_regions(module: nn.Module, programs: Mapping[str, Program], plan: Plan) -> None:
-    """Puts the programs in the place of the forwards of the submodules that they are named by.
+def install_parts(
+    programs: Mapping[str, Program], plans: Mapping[str, Plan], planner: str | Callable[..., Schedule] = "auto"
+) -> list[nn.Module]:
+    """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
     Args:
-        module: Keeps its own forward.
-        programs: Submodule name → its program.
-        plan: The plan of the whole, which holds those of the parts.
+        programs: Region → its program.
+        plans: Region → its plan.
+        planner: Makes further plans, for graphs that are captured later.
+
+    Returns:
+        The modules that are rewritten.
+    """
+    parts: dict[nn.Module, list[Part]] = {}
+    for name, program in programs.items():
+        parts.setdefault(program.traced.module, []).append((program, plans[name]))
+    rewritten = {m: own for m, own in parts.items() if any(_is_worth(plan) for _, plan in own)}
+    for m, own in rewritten.items():
+        restore(m)
+        _put(m, _Rewritten(own[0][1], own, planner))
+    return list(rewritten)
+
+
+def install_regions(
+    module: nn.Module, programs: Mapping[str, Program], plan: Plan, planner: str | Callable[..., Schedule] = "auto"
+) -> None:
+    """Puts the programs of its regions in a module.
+
+    Args:
+        module: What consists of the regions.
+        programs: Region → its program.
+        plan: The plan of the whole, which holds those of the regions.
+        planner: Makes further plans, for graphs that are captured later.
     """
     assert plan.step is not None
     restore(module)
-    for name, program in programs.items():
-        install(module.get_submodule(name), program, plan.step.plans[name])
-    vars(module)[_STATE] = _Rewritten(None, plan, None)
+    install_parts(programs, plan.step.plans, planner)
+    own: _Rewritten | None = vars(module).get(_STATE)
+    if own is None:
+        vars(module)[_STATE] = _Rewritten(plan)
+    else:
+        own.plan = plan
 
 
 def restore(module: nn.Module) -> None:
@@ -192,49 +281,23 @@ class Rewriting:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a rewritten module; `torch.compile` leaves it as it is."""
-    return vars(self)[_STATE].run(self, *args, **kwargs)
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    state: _Rewritten | None = vars(self).get(_STATE)
+    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one."""
     original = type(self).forward
-    is_plain = state is None or state.program is None or not self.training or not torch.is_grad_enabled()
-    if is_plain or is_captured():
+    if torch.compiler.is_compiling() or is_captured():
         return original(self, *args, **kwargs)
-    assert state is not None
-    assert state.program is not None
-    leaves, spec = flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    traced = state.program.traced
-    if spec != traced.call_spec or not _same_constants(leaves, traced.call_leaves):
-        reason = "its arguments are not those that were traced"
-    elif torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+    state: _Rewritten | None = vars(self).get(_STATE)
+    if state is None or not state.parts or not self.training or not torch.is_grad_enabled():
+        return original(self, *args, **kwargs)
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
-    elif not state.is_for(self, tensors):
-        reason = "it decides on inputs of these sizes or types otherwise than on those that it was traced with"
     else:
-        reason = traced.fingerprint.difference(self)
-    if reason is not None:
-        warnings.warn(
-            f"{type(self).__name__} runs without rematerialization because {reason}; call rematerialize again",
-            stacklevel=2,
-        )
-        return original(self, *args, **kwargs)
-    return run_forward(state.program, self, tensors, state.watch)
-
-
-@functools.cache
-def _uncompiled() -> Callable[..., Any]:
-    """`_forward` for a module that is part of a compiled one: there it runs as it is."""
-    reason = "a rematerialized module runs by its schedule, which no compiler keeps; compile submodules instead"
-    return cast(Any, torch.compiler).disable(_forward, reason=reason)
-
-
-def _same_constants(leaves: list[Any], traced: tuple[Any, ...]) -> bool:
-    for leaf, constant in zip(leaves, traced, strict=True):
-        if isinstance(leaf, Tensor) != (constant is None) and not (leaf is None and constant is None):
-            return False
-        if not isinstance(leaf, Tensor) and leaf != constant:
-            return False
-    return True
+        try:
+            return state(self, args, kwargs)
+        except CaptureError as error:
+            reason = f"it cannot be captured as one graph any more: {error}"
+            if error.is_final:
+                restore(self)
+    warnings.warn(
+        f"{type(self).__name__} runs without rematerialization because {reason}; call rematerialize again", stacklevel=2
+    )
+    return original(self, *args, **kwargs)

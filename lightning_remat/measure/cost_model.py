@@ -50,6 +50,11 @@ def assumed_speed(speed: Speed) -> Generator[None]:
 class CostCounter(TorchDispatchMode):
     """Adds up an estimate of the seconds of all operations inside: the slower of arithmetic and memory traffic."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
+        return True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.seconds = 0.0

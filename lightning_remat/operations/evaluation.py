@@ -1,115 +1,132 @@
-"""Runs one operation of a traced module: resolves its arguments, calls its parts, returns what others read."""
+"""An operation as a function: its parts as straight-line Python, compiled once, as fx does for whole graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map_only
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
-from ..capture.tracer import Operation
-from ..module_state.hooks import has_hooks, noted_hooks, silenced_hooks, with_submodules
-from .contexts import CustomFunction, entered, has_contexts
-
-Fetch = Callable[[fx.Node], Any]
+from .contexts import Context, common_contexts, contexts_of
+from .operation import Operation, TracedModule
 
 
-def evaluate(module: nn.Module, operation: Operation, fetch: Fetch, *, is_first: bool) -> list[Any]:
-    """The values of the operation's outputs.
+class Values(Protocol):
+    """What an operation reads its inputs from, by the numbers that `slots` gives to fx nodes."""
+
+    def __getitem__(self, slot: int, /) -> Any: ...
+
+
+Run = Callable[[Values], tuple[Any, ...]]
+"""Runs an operation: the values of its outputs, those of its effects included in a first run."""
+
+
+def slots(traced: TracedModule) -> dict[fx.Node, int]:
+    """A number for every fx node whose value is read beyond its own operation: placeholders first, in order."""
+    inner = {
+        part
+        for o in traced.operations
+        for part in o.parts
+        if part not in o.outputs and not (part in o.effects and any(u not in o.parts for u in part.users))
+    }
+    return {n: k for k, n in enumerate(n for n in traced.fx_graph.nodes if n.op != "output" and n not in inner)}
+
+
+def effect_outputs(operation: Operation) -> tuple[fx.Node, ...]:
+    """The effects whose values other operations, or the caller, read: they live outside, as what is written does."""
+    return tuple(
+        n for n in operation.parts if n in operation.effects and any(u not in operation.parts for u in n.users)
+    )
+
+
+def compile_operation(operation: Operation, slot_of: Mapping[fx.Node, int], *, is_first: bool) -> Run:
+    """The function that runs the operation, in the contexts that its parts have in common.
 
     Args:
-        module: The traced module, which owns submodules, parameters and buffers.
         operation: What to run.
-        fetch: Value of an fx node outside the operation.
-        is_first: A first run calls submodules with their hooks; a recomputation must not fire them again.
+        slot_of: See `slots`.
+        is_first: A first run has the effects too, and returns those that others read after the outputs; a
+            recomputation leaves them out.
     """
-    values: dict[fx.Node, Any] = {}
-
-    def resolve(n: fx.Node) -> Any:
-        return values[n] if n in values else fetch(n)
-
-    for part in operation.parts:
-        values[part] = call(module, part, resolve, is_first=is_first)
-        if part in operation.leaves_out:
-            values[part] = _without(values[part], [resolve(i) for i in part.all_input_nodes if i.op != "get_attr"])
-    return [values[n] for n in operation.outputs]
+    parts = [p for p in operation.parts if is_first or p not in operation.effects]
+    outputs = [*operation.outputs, *(effect_outputs(operation) if is_first else ())]
+    return _compiled(parts, outputs, slot_of, operation.name, common_contexts(operation.parts))
 
 
-def _without(value: Any, inputs: list[Any]) -> Any:
-    """The value with None in place of the inputs that it holds."""
-    given = {id(leaf) for leaf in tree_leaves(inputs)}
-    return tree_map_only(Tensor, lambda t: None if id(t) in given else t, value)
+def compile_constant(node: fx.Node, slot_of: Mapping[fx.Node, int]) -> Run:
+    """The function that computes a value without tensors; returns it as a tuple of one."""
+    return _compiled([node], [node], slot_of, node.name)
 
 
-def call(module: nn.Module, n: fx.Node, fetch: Fetch, *, is_first: bool) -> Any:
-    """The value of one fx node, its arguments fetched, in the contexts in which it was recorded."""
-    if has_contexts(n):
-        with entered(n):
-            return _call(module, n, fetch, is_first=is_first)
-    return _call(module, n, fetch, is_first=is_first)
+def _compiled(
+    parts: list[fx.Node],
+    outputs: list[fx.Node],
+    slot_of: Mapping[fx.Node, int],
+    name: str,
+    common: tuple[Context, ...] = (),
+) -> Run:
+    writer = _Writer(slot_of, len(common))
+    body = [line for part in parts for line in writer.lines(part)]
+    returned = "".join(f"{writer.name_of(n)}, " for n in outputs)
+    source = "\n".join(["def run(v):", *(f"    {line}" for line in body), f"    return ({returned})"])
+    exec(compile(source, f"<operation {name}>", "exec"), writer.namespace)
+    return writer.namespace["run"]
 
 
-def _call(module: nn.Module, n: fx.Node, fetch: Fetch, *, is_first: bool) -> Any:
-    def resolve(i: fx.Node) -> Any:
-        return attribute(module, str(i.target)) if i.op == "get_attr" else fetch(i)
+class _Writer:
+    """Writes nodes as lines of Python; whatever is no plain number gets a name.
 
-    args: Any = _resolved(n.args, resolve)
-    kwargs: Any = map_aggregate(n.kwargs, lambda a: resolve(a) if isinstance(a, fx.Node) else a) if n.kwargs else {}
-    target: Any = n.target
-    if n.op == "call_function":
-        return target(*args, **kwargs)
-    if n.op == "call_method":
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    assert n.op == "call_module", n.op
-    submodule = submodule_at(module, target)
-    with noted_hooks(submodule) if is_first else silenced_hooks(submodule):
-        return submodule(*args, **kwargs)
+    The outermost `depth` contexts of the nodes are entered already.
+    """
 
+    def __init__(self, slot_of: Mapping[fx.Node, int], depth: int) -> None:
+        self.slot_of, self.depth = slot_of, depth
+        self.namespace: dict[str, Any] = {}
+        self.locals: dict[fx.Node, str] = {}
 
-def foreign_modules(module: nn.Module, operation: Operation) -> list[nn.Module]:
-    """The submodules that the operation runs as a whole and in which users' code runs: it may change anything."""
-    called = [submodule_at(module, str(p.target)) for p in operation.parts if p.op == "call_module"]
-    return [m for m in called if any(_is_users(inner) for inner in with_submodules(m))]
-
-
-def _is_users(module: nn.Module) -> bool:
-    return has_hooks(module) or not type(module).__module__.startswith("torch.nn.")
-
-
-def is_foreign(operation: Operation) -> bool:
-    """Whether the operation runs a custom `torch.autograd.Function`."""
-    return any(isinstance(part.target, CustomFunction) for part in operation.parts)
-
-
-def _resolved(args: tuple[Any, ...], resolve: Fetch) -> list[Any]:
-    result: list[Any] = []
-    for a in args:
-        if isinstance(a, fx.Node):
-            result.append(resolve(a))
-        elif isinstance(a, (tuple, list, dict, slice)):
-            result.append(map_aggregate(a, lambda b: resolve(b) if isinstance(b, fx.Node) else b))  # pyright: ignore
+    def lines(self, n: fx.Node) -> Iterable[str]:
+        """The call, within its contexts."""
+        args = [self.argument(a) for a in n.args]
+        kwargs = [f"**{{{key!r}: {self.argument(a)}}}" for key, a in n.kwargs.items()]  # `from` is a name too
+        if n.op == "call_method":
+            call = f"{args[0]}.{n.target}({', '.join([*args[1:], *kwargs])})"
         else:
-            result.append(a)
-    return result
+            call = f"{self.constant(n.target)}({', '.join([*args, *kwargs])})"
+        name = self.locals[n] = f"t{len(self.locals)}"
+        contexts = [f"{self.constant(c.enter)}()" for c in contexts_of(n)[self.depth :]]
+        if contexts:
+            yield f"with {', '.join(contexts)}: {name} = {call}"
+        else:
+            yield f"{name} = {call}"
 
+    def name_of(self, n: fx.Node) -> str:
+        """A node's value: of this function, or from outside."""
+        return self.locals.get(n) or f"v[{self.slot_of[n]}]"
 
-def submodule_at(module: nn.Module, path: str) -> nn.Module:
-    """What `get_submodule` finds, faster: every operation of every step asks several times."""
-    for name in path.split(".") if path else ():
-        found = module._modules[name]  # pyright: ignore[reportPrivateUsage]
-        assert found is not None, path
-        module = found
-    return module
+    def argument(self, a: Any) -> str:
+        """An argument, which may be nested."""
+        if isinstance(a, fx.Node):
+            return self.name_of(a)
+        if type(a) in (tuple, list, torch.Size):
+            inner = "".join(f"{self.argument(b)}, " for b in a)
+            return f"[{inner}]" if type(a) is list else f"({inner})"
+        if type(a) is fx.immutable_collections.immutable_list:
+            return f"[{''.join(f'{self.argument(b)}, ' for b in a)}]"
+        if isinstance(a, dict):
+            return "{" + "".join(f"{self.constant(k)}: {self.argument(b)}, " for k, b in a.items()) + "}"
+        if isinstance(a, slice):
+            return f"slice({self.argument(a.start)}, {self.argument(a.stop)}, {self.argument(a.step)})"
+        if a is None or type(a) in (bool, int):
+            return repr(a)
+        return self.constant(a)
 
-
-def attribute(module: nn.Module, path: str) -> Any:
-    """The attribute at a dotted path."""
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    def constant(self, value: Any) -> str:
+        """A name for a value that the source cannot spell."""
+        name = f"c{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
 
 
 def detached(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Where the tensors that autograd saves belong: to an operation's output, to its tape, or to nobody's schedule."""
+"""Where the tensors that autograd saves belong: to an operation's output, or to its tape or what lives outside."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..capture.tracer import Operation
 from ..measure.meter import tensor_storage
+from .operation import Operation
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 
@@ -23,7 +23,7 @@ class OutputRef:
     """A saved tensor that lives in the storage of an operation's output.
 
     Attributes:
-        operation: The operation that owns the storage.
+        operation: The operation.
         leaf: Which of its output tensors.
         geometry: Size, stride and storage offset; None where they are those of the output tensor itself.
     """
@@ -35,57 +35,35 @@ class OutputRef:
 
 @dataclass(frozen=True, slots=True)
 class TapeRef:
-    """A tensor saved for this backward alone, number `index` among the operation's saved tensors."""
+    """A tensor saved for this backward alone; a recomputation must save its like at the same place.
 
-    index: int
+    Attributes:
+        shape: Its size.
+        dtype: Its type.
+        device: Where it lives.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def is_like(self, tensor: Tensor) -> bool:
+        """Whether the tensor could have been saved in its place."""
+        return tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.device == self.device
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalRef:
-    """A tensor that the schedule does not govern: a parameter, a buffer, an input of the region.
-
-    Attributes:
-        tensor: The saved tensor.
-        version: Its version counter when saved, as autograd checks it.
-    """
-
-    tensor: Tensor
-    version: int
+    """A tensor that the schedule does not govern: a parameter, a buffer, an input of the region."""
 
 
 Source = OutputRef | TapeRef | ExternalRef
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """A number that identifies the storage while it lives; None for tensors without one."""
+    """A number that identifies the storage while the tensor lives; None for tensors without one."""
     storage = tensor_storage(tensor)
     return None if storage is None else storage._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One output tensor of an operation, as it was made: what a recomputation must make again.
-
-    Attributes:
-        key: Identifies its storage while that lives.
-        geometry: Size, stride and storage offset.
-        dtype: Its type.
-        requires_grad: Whether gradients flow to it.
-        is_lazy: Whether the numbers in storage are not those of the tensor: a conjugation or negation is pending.
-    """
-
-    key: int | None
-    geometry: Geometry
-    dtype: torch.dtype
-    requires_grad: bool
-    is_lazy: bool
-
-    @classmethod
-    def of(cls, t: Tensor) -> Leaf:
-        """The description of a tensor."""
-        if t.layout is not torch.strided:
-            return cls(None, (t.size(), (), 0), t.dtype, t.requires_grad, True)
-        return cls(storage_key(t), geometry_of(t), t.dtype, t.requires_grad, t.is_conj() or t.is_neg())
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -99,34 +77,43 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        else:
+        elif value is not None:
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
 
 
-def held_only_here(values: list[Any]) -> list[Tensor]:
-    """The tensors among values to which no other Python code has a reference."""
-    counts = _num_references(values)  # before another list holds them
-    tensors = tensors_of(values)
-    fewest = [_FEWEST + _OF_VIEWS * (t._use_count() > 1) for t in tensors]  # pyright: ignore[reportPrivateUsage]
-    return [t for t, count, least in zip(tensors, counts, fewest, strict=True) if count == least]
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One output tensor of an operation, as it was made.
 
+    Attributes:
+        storage: Its storage, held weakly: another may take its place in memory once it has died.
+        geometry: Size, stride and storage offset.
+        dtype: Its type.
+        requires_grad: Whether gradients flow to it.
+        is_lazy: Whether the numbers in storage are not those of the tensor: a conjugation or negation is pending.
+    """
 
-def _num_references(values: list[Any]) -> list[int]:
-    return [sys.getrefcount(t) for t in tensors_of(values)]
+    storage: weakref.ref[torch.UntypedStorage] | None
+    geometry: Geometry
+    dtype: torch.dtype
+    requires_grad: bool
+    is_lazy: bool
 
+    @classmethod
+    def of(cls, t: Tensor) -> Leaf:
+        """The description of a tensor."""
+        storage = tensor_storage(t)
+        reference = None if storage is None else weakref.ref(storage)
+        if t.layout is not torch.strided:
+            return cls(reference, (t.size(), (), 0), t.dtype, t.requires_grad, True)
+        return cls(reference, geometry_of(t), t.dtype, t.requires_grad, t.is_conj() or t.is_neg())
 
-def _references_of_views() -> int:
-    """What views of a tensor, which hold it outside Python, add to its count: one in all, in older PyTorch none."""
-    base = torch.empty(1)
-    view = base.view(1)
-    (count,) = _num_references([base])
-    del view
-    return count - _num_references([base])[0]
-
-
-(_FEWEST,) = _num_references([torch.empty(0)])
-_OF_VIEWS = _references_of_views()
+    @property
+    def key(self) -> int | None:
+        """`storage_key` of the tensor; None once its storage has died."""
+        storage = None if self.storage is None else self.storage()
+        return None if storage is None else storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def storage_owners(
@@ -144,12 +131,14 @@ def storage_owners(
     owners: dict[int, tuple[int, int, Leaf]] = {}
     for i in (*sorted(reads), n):
         for k, leaf in enumerate(leaves[i]):
-            if leaf.key is not None:
-                owners.setdefault(leaf.key, (i, k, leaf))
+            if (key := leaf.key) is not None:
+                owners.setdefault(key, (i, k, leaf))
     return owners
 
 
-def classify(saved: list[Tensor], owners: dict[int, tuple[int, int, Leaf]], external: set[int]) -> list[Source]:
+def classify(
+    saved: Iterable[Tensor], owners: Mapping[int, tuple[int, int, Leaf]], external: Collection[int]
+) -> list[Source]:
     """What each saved tensor is.
 
     Args:
@@ -158,13 +147,13 @@ def classify(saved: list[Tensor], owners: dict[int, tuple[int, int, Leaf]], exte
         external: The storages of parameters, buffers and inputs of the region.
     """
     sources: list[Source] = []
-    for index, tensor in enumerate(saved):
+    for tensor in saved:
         key = storage_key(tensor)
         owner = None if key is None else owners.get(key)
         if key in external:
-            sources.append(ExternalRef(tensor.detach(), tensor._version))
+            sources.append(ExternalRef())
         elif owner is None or owner[2].dtype != tensor.dtype or owner[2].is_lazy or tensor.is_conj() or tensor.is_neg():
-            sources.append(TapeRef(index))
+            sources.append(TapeRef(tensor.shape, tensor.dtype, tensor.device))
         else:
             geometry = geometry_of(tensor)
             sources.append(OutputRef(owner[0], owner[1], None if geometry == owner[2].geometry else geometry))
@@ -186,7 +175,7 @@ def tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Geome
 
 
 @contextmanager
-def caught_tensors(caught: list[Tensor]) -> Generator[None, None, None]:
+def caught_tensors(caught: list[Tensor]) -> Generator[None]:
     """Puts every tensor that autograd saves inside into the list, from where backwards inside read them."""
 
     def pack(tensor: Tensor) -> int:

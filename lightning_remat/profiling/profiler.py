@@ -14,20 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.decisions import call_key, decides_alike
-from ..capture.recording import buffers_apart
-from ..capture.tracer import TracedModule
+from ..capture.tracer import is_alike, recapture
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes, storage_bytes
 from ..module_state.ambient import casts_apart
-from ..module_state.hooks import silenced_tensor_hooks
 from ..module_state.nesting import tensors_in
-from ..module_state.plain_tensors import tensor_attributes
-from ..module_state.python_state import PythonState
 from ..module_state.random_state import RandomState
-from ..operations.evaluation import attribute, call, detached, evaluate
+from ..operations.contexts import ContextStack, common_contexts
+from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
+from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
 from .gradient_owners import GradientOwners
@@ -56,28 +53,38 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
     Raises:
         ValueError: The inputs do not have the structure that was traced.
     """
-    tensors = tensors_in((args, kwargs))
-    placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
-    if len(tensors) != len(placeholders):
-        raise ValueError(f"profile got {len(tensors)} input tensors, the module was traced with {len(placeholders)}")
-    if call_key(tensors) != traced.call_key and not decides_alike(traced.module, traced.decisions, tensors):
+    given = tensors_in((args, kwargs))
+    called, values = recapture(traced, args, kwargs)
+    if not is_alike(called, traced):
         raise ValueError(
             f"{type(traced.module).__name__} decides on inputs of these sizes or types otherwise than on those that it "
             "was traced with. Remedy: trace it with these"
         )
-    fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
+    return profile_call(called, values, given, repeats=repeats, with_scratch=with_scratch)
+
+
+def profile_call(
+    traced: TracedModule, values: list[Any], given: list[Tensor], *, repeats: int = 5, with_scratch: bool = False
+) -> Graph:
+    """What `profile` returns, of a call whose values are known.
+
+    Args:
+        traced: The operations.
+        values: Of its placeholders.
+        given: The tensors among the arguments of the call.
+        repeats: See `profile`.
+        with_scratch: See `profile`.
+    """
+    fake = next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         stack.enter_context(casts_apart())
         if fake is not None:
             stack.enter_context(fake.fake_mode)
         else:
-            stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
-        stack.callback(PythonState(traced.module).put_back)
-        stack.enter_context(buffers_apart(traced.module))
-        stack.enter_context(silenced_tensor_hooks(traced.module))
+            devices = {t.device for t in values if isinstance(t, Tensor) and t.device.type != "cpu"}
+            stack.callback(RandomState(devices).put_back)
         stack.enter_context(torch.enable_grad())
-        values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
-        layouts = gradient_layouts(traced, tensors)
+        layouts = gradient_layouts(traced, values)
         profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
         if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
             for n in range(len(traced.operations)):
@@ -89,7 +96,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
             nodes = profiler.timed(nodes, repeats)
     return Graph(
         nodes,
-        input_bytes=storage_bytes(tensors),
+        input_bytes=storage_bytes(given),
         static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
         outputs=traced.outputs,
     )
@@ -99,25 +106,23 @@ class _Profiler:
     """Goes through the operations in order; holds the values that later ones still read."""
 
     def __init__(
-        self,
-        traced: TracedModule,
-        values: dict[fx.Node, Any],
-        layouts: Layouts,
-        *,
-        is_fake: bool,
-        with_scratch: bool,
+        self, traced: TracedModule, values: list[Any], layouts: Layouts, *, is_fake: bool, with_scratch: bool
     ) -> None:
-        self.traced, self.given, self.layouts = traced, values, layouts
-        self.module, self.operations = traced.module, traced.operations
+        self.traced, self.layouts = traced, layouts
+        self.operations = traced.operations
+        self.slot_of = slots(traced)
+        self.run = [compile_operation(o, self.slot_of, is_first=True) for o in self.operations]
+        self.constants = [(c, compile_constant(c, self.slot_of)) for c in traced.constants]
+        self.given: dict[fx.Node, Any] = {
+            n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
+        } | traced.fetched()
         self.start_over()
-        tensors = list(values.values())
+        tensors = [v for v in self.given.values() if isinstance(v, Tensor)]
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        attributes = (t for _, t in tensor_attributes(self.module))
-        owned = [*self.module.parameters(), *self.module.buffers(), *attributes, *tensors]
         self.metered_device = torch.device("cpu") if is_fake else self.device
         # CUDA's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
-        self.external = {key for t in owned if (key := storage_key(t)) is not None}
+        self.external = {key for t in tensors if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self.last_reader: dict[fx.Node, int] = {}
         for n, operation in enumerate(self.operations):
@@ -125,20 +130,13 @@ class _Profiler:
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
-        self.values = dict(self.given)
-        self.constants_pending = list(self.traced.constants)
+        self.values: dict[fx.Node, Any] = dict(self.given)
+        self.constants_pending = list(self.constants)
         self.owners = GradientOwners.of(map(self._own_tensors, range(len(self.operations))))
 
     def _own_tensors(self, n: int) -> list[Tensor]:
         """Parameters and inputs of the region that operation n reads and that have gradients."""
-        found: dict[int, Tensor] = {}
-        for part in self.operations[n].parts:
-            if part.op == "call_module":
-                found |= {id(p): p for p in self.module.get_submodule(str(part.target)).parameters()}
-            for i in part.all_input_nodes:
-                value = attribute(self.module, str(i.target)) if i.op == "get_attr" else self.values.get(i)
-                if i.op in ("get_attr", "placeholder") and isinstance(value, Tensor):
-                    found[id(value)] = value
+        found = {id(v): v for i in self.operations[n].external if isinstance(v := self.given[i], Tensor)}
         return [t for t in found.values() if t.requires_grad]
 
     def measure(self, n: int) -> Node:
@@ -152,12 +150,14 @@ class _Profiler:
         leaves = tensors_of(values)
         self.leaves[n] = [Leaf.of(t) for t in leaves]
         sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
-        read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
+        read = self.external | {
+            key for i in operation.inputs for leaf in self.leaves[i] if (key := leaf.key) is not None
+        }
         tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
         made_bytes = storage_bytes(leaves, read)
         # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
         output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.external)
-        tape_bytes = storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
+        tape_bytes = storage_bytes(tape, read | {key for leaf in self.leaves[n] if (key := leaf.key) is not None})
         node = Node(
             name=operation.name,
             kind=operation.kind,
@@ -168,7 +168,7 @@ class _Profiler:
             forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
-            mutates=operation.mutates,
+            mutates=tuple(self.traced.owned[n] for n in operation.writes),
             gradient_bytes=logical_bytes(t for t in leaves if t.requires_grad),
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
@@ -185,7 +185,7 @@ class _Profiler:
 
     def _scratch_bytes(self, n: int) -> int:
         """A recomputation writes into copies of the buffers that the first run wrote."""
-        return storage_bytes(attribute(self.module, name) for name in self.operations[n].mutates)
+        return storage_bytes(self.given[i] for i in self.operations[n].writes)
 
     def _measure_backward(
         self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
@@ -285,14 +285,18 @@ class _Profiler:
 
     def _run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
         store = SavedStore()
-
-        def fetch(node: fx.Node) -> Any:
-            if node not in inputs:
-                inputs[node] = self._input(node)
-            return inputs[node]
-
-        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
-            return evaluate(self.module, self.operations[n], fetch, is_first=False), store
+        operation = self.operations[n]
+        for part in operation.parts:
+            for i in part.all_input_nodes:
+                if i in self.slot_of and i not in inputs and i not in operation.parts:
+                    inputs[i] = self._input(i)
+        values = {self.slot_of[i]: value for i, value in inputs.items()}
+        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+            contexts.enter(common_contexts(operation.parts))
+            made = self.run[n](values)
+        for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
+            self.values[part] = value
+        return list(made[: len(operation.outputs)]), store
 
     def _input(self, node: fx.Node) -> Any:
         producer = self.traced.producer.get(node)
@@ -346,21 +350,34 @@ class _Profiler:
 
     def _note_constants(self) -> None:
         """Evaluates the shapes that have become known."""
-        waiting: list[fx.Node] = []
-        for constant in self.constants_pending:
-            if all(i in self.values or i.op == "get_attr" for i in constant.all_input_nodes):
-                self.values[constant] = call(self.module, constant, self.values.__getitem__, is_first=False)
+        waiting: list[tuple[fx.Node, Run]] = []
+        for constant, run in self.constants_pending:
+            if all(i in self.values for i in constant.all_input_nodes):
+                (self.values[constant],) = run({self.slot_of[i]: self.values[i] for i in constant.all_input_nodes})
             else:
-                waiting.append(constant)
+                waiting.append((constant, run))
         self.constants_pending = waiting
 
     def _free(self, n: int) -> None:
         """Drops the values that nobody reads any more."""
         self._note_constants()
-        pending = {i for constant in self.constants_pending for i in constant.all_input_nodes}
+        pending = {i for constant, _ in self.constants_pending for i in constant.all_input_nodes}
         for node in [i for i in self.values if i in self.traced.producer]:
             if self.last_reader.get(node, -1) <= n and node not in pending:
                 del self.values[node]
+
+
+def _apart(value: Any, *, is_written: bool) -> Any:
+    """A value of the call that may be run on: what is written is a copy, what has hooks a twin in the same memory."""
+    if not isinstance(value, Tensor):
+        return value
+    has_hooks = getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None)
+    if not is_written and not has_hooks:
+        return value
+    twin = value.detach().clone() if is_written else value.detach()
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(twin, value.requires_grad)
+    return twin.requires_grad_(value.requires_grad)
 
 
 def _backward_costs(

@@ -140,9 +140,10 @@ def test_backwards_out_of_order_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sigmoid() + x.tanh()
 
-    traced = trace(Branches(), torch.randn(3))
+    x = torch.randn(3)
+    traced = trace(Branches(), x)
     with pytest.raises(ScheduleError, match="reverse order") as caught:
-        compile_schedule(traced, Schedule.parse("F0 F1 F2 B2 D2 B0 D0 B1 D1"))
+        compile_schedule(traced, Schedule.parse("F0 F1 F2 B2 D2 B0 D0 B1 D1"), profile(traced, x, repeats=1))
     assert caught.value.position == 5
 
 
@@ -232,7 +233,7 @@ def test_no_memory_is_held_after_a_step_or_without_its_backward() -> None:
     gc.collect()
 
     def steps() -> int:
-        return sum(type(o) is executor_module.Step for o in gc.get_objects())
+        return sum(type(o) is executor_module.Execution for o in gc.get_objects())
 
     gc.disable()
     try:

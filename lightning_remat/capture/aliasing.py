@@ -1,0 +1,171 @@
+"""One run of a captured graph on fake tensors that notes, value by value, what aliases what and what each node writes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import TraceError
+from ..measure.meter import tensor_storage
+from ..operations.contexts import entered
+
+
+@dataclass(slots=True)
+class Record:
+    """What one fx node did.
+
+    Attributes:
+        has_tensors: Whether its value holds tensors; a value without is a constant of the step (a shape, a number).
+        views: The fx nodes that own the storages in which its value lives, other than itself.
+        owns: Whether its value has a storage of its own.
+        writes: The fx nodes that own the storages that it wrote in place.
+        is_random: Whether it drew random numbers.
+        is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
+        needs_grad: Whether gradients flow to a tensor in its value.
+    """
+
+    has_tensors: bool = False
+    views: set[fx.Node] = field(default_factory=set[fx.Node])
+    owns: bool = False
+    writes: set[fx.Node] = field(default_factory=set[fx.Node])
+    is_random: bool = False
+    is_permuted: bool = False
+    needs_grad: bool = False
+
+
+def record(root: fx.GraphModule, values: list[Any]) -> dict[fx.Node, Record]:
+    """Runs the graph once on fake tensors and tells what every node did; nothing is computed, nothing changes.
+
+    Args:
+        root: The captured graph.
+        values: Of its placeholders: tensors, real or fake, and numbers.
+
+    Raises:
+        TraceError: An operation needs values that fake tensors do not have.
+    """
+    with fake_values(values) as fakes:
+        recorder = _Recorder(root)
+        try:
+            with torch.enable_grad():
+                recorder.run(*fakes)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(f"an operation needs values to be captured: {error}") from error
+    return recorder.records
+
+
+class fake_values:
+    """Fake tensors like the values inside; fake ones are copied within their own mode, so that writes stay inside."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+        known = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
+        self._is_known = known is not None
+        self._mode: Any = known or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> list[Any]:
+        self._mode.__enter__()
+        made: dict[int, Tensor] = {}
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in made:
+                made[id(value)] = self._copy(value)
+            return made[id(value)]
+
+        return [fake(value) for value in self._values]
+
+    def _copy(self, value: Tensor) -> Tensor:
+        if not self._is_known:
+            return self._mode.from_tensor(value, static_shapes=True)
+        with torch.no_grad():
+            size, stride = value.size(), value.stride()
+            copy = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        return copy.requires_grad_(value.requires_grad)
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
+class WriteWatch(TorchDispatchMode):
+    """Notes random operations and writes to running statistics, which batch norm's schema does not declare."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.is_random = False
+        self.written: list[torch.UntypedStorage | None] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.is_random = True
+        if any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values())):
+            raise TraceError(
+                f"{func} draws from a generator of its own, whose state a recomputation would not find. Remedy: draw "
+                "from the default generator, or leave the submodule out (modules=...)"
+            )
+        if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
+            self.written += [tensor_storage(t) for t in args[3:5] if isinstance(t, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(fx.Interpreter):
+    """Runs node by node, freeing values after their last use."""
+
+    def __init__(self, root: fx.GraphModule) -> None:
+        super().__init__(root)
+        self.records: dict[fx.Node, Record] = {}
+        self.owners: dict[int, tuple[torch.UntypedStorage, fx.Node]] = {}  # the storages live, so their numbers hold
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = {i: [t for t in tree_leaves(self.env[i]) if isinstance(t, Tensor)] for i in n.all_input_nodes}
+        before = {t: t._version for tensors in inputs.values() for t in tensors if not t.is_inference()}
+        watch = WriteWatch()
+        with entered(n), watch if n.op.startswith("call") else nullcontext():
+            value = super().run_node(n)
+        entry = self.records[n] = Record(is_random=watch.is_random)
+        for i, tensors in inputs.items():
+            for t in tensors:
+                storage = tensor_storage(t)
+                is_written = t in before and t._version != before[t]
+                if is_written or (storage is not None and any(w is storage for w in watch.written)):
+                    entry.writes |= set(self._owner(t)) or {i}
+        if n.op != "output":
+            self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
+        return value
+
+    def _note_value(self, n: fx.Node, entry: Record, tensors: list[Tensor]) -> None:
+        entry.has_tensors = bool(tensors)
+        entry.is_permuted = any(map(_is_permuted, tensors))
+        entry.needs_grad = any(t.requires_grad for t in tensors)
+        for t in tensors:
+            owners = self._owner(t)
+            entry.views |= set(owners) - {n}
+            if not owners:
+                entry.owns = True
+                storage = tensor_storage(t)
+                if storage is not None:
+                    self.owners[storage._cdata] = (storage, n)  # pyright: ignore[reportPrivateUsage]
+
+    def _owner(self, t: Tensor) -> list[fx.Node]:
+        storage = tensor_storage(t)
+        known = None if storage is None else self.owners.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        return [] if known is None else [known[1]]
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.size(), strict=True) if size > 1]
+    return any(outer < inner for outer, inner in pairwise(strides))

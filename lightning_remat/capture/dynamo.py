@@ -1,0 +1,200 @@
+"""A module's forward behind TorchDynamo, which captures graphs, guards them, and captures anew where a guard fails."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from ..module_state.nesting import tensors_in
+
+# Of TorchDynamo's own names only these few are used, all of them here.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+
+_numbers = itertools.count(1)
+
+_SETTINGS: dict[str, Any] = {
+    "allow_rnn": True,  # LSTM and GRU are operations like others
+    "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
+    "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
+    "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
+    "suppress_errors": False,
+    "recompile_limit": 16,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedGraph:
+    """What TorchDynamo handed over.
+
+    Attributes:
+        module: The graph, with what it fetches by `get_attr`; its placeholders are all that may differ from call to
+            call: inputs, parameters, buffers, numbers.
+    """
+
+    module: fx.GraphModule
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Its nodes."""
+        return self.module.graph
+
+
+class CaptureError(Exception):
+    """A forward is no single graph.
+
+    Attributes:
+        where: `file:line` of the user's code, where TorchDynamo tells.
+        is_final: Whether it has been captured so often that it will not be captured again.
+    """
+
+    def __init__(self, message: str, where: str | None, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.where, self.is_final = where, is_final
+
+
+class _Bound(BaseException):
+    """Ends a call that is only made to see with which values a graph would run."""
+
+    def __init__(self, graph: CapturedGraph, values: list[Any]) -> None:
+        super().__init__()
+        self.graph, self.values = graph, values
+
+
+def _template(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return captured_forward(self, *args, **kwargs)  # noqa: F821 - each copy has globals of its own  # pyright: ignore
+
+
+Run = Callable[[CapturedGraph, list[Any]], Any]
+"""Runs a captured graph on the values of its placeholders; returns what the graph returns."""
+
+
+class CompiledForward:
+    """The forward of a module, captured by TorchDynamo on its first call and whenever a guard fails.
+
+    It has a code object of its own, so that what TorchDynamo has learnt of other modules of the class, and how often
+    it captured those, has no part in it, and so that all of it goes with this object.
+
+    Args:
+        forward: The function, which takes the module first.
+        is_whole: Whether it must be one graph. Else what cannot be captured runs as it is between several.
+
+    Attributes:
+        function: That function.
+        is_whole: Whether it must be one graph.
+        is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True) -> None:
+        self.function, self.is_whole = forward, is_whole
+        self.is_exhausted = False
+        self._numbers: dict[CapturedGraph, int] = {}
+        self._local = threading.local()
+        code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
+        names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
+        entry = types.FunctionType(code, names)
+        self._compiled = cast(Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole))
+
+    def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
+        return partial(self._called, CapturedGraph(module))
+
+    def _called(self, graph: CapturedGraph, *values: Any) -> Any:
+        return self._local.run(graph, list(values))
+
+    def call(self, run: Run, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's results, its graph run by `run`.
+
+        Raises:
+            CaptureError: The forward with these arguments is no single graph; nothing of it has run.
+        """
+        before, self._local.run = getattr(self._local, "run", None), run
+        try:
+            with config.patch(_SETTINGS):  # of this thread; TorchDynamo may have to capture anew
+                return self._compiled(module, *args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
+            raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
+        finally:
+            self._local.run = before
+
+    def number_of(self, graph: CapturedGraph) -> int:
+        """Its place among the graphs that were asked for, in the order of their first calls."""
+        return self._numbers.setdefault(graph, len(self._numbers))
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
+        """The graph of a call and the values of its placeholders; nothing is run or changed.
+
+        Raises:
+            CaptureError: The forward with these arguments is no single graph, or an empty one.
+        """
+        if config.disable:
+            raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
+        try:
+            with torch.enable_grad(), _dynamic(tensors_in((args, kwargs))):
+                self.call(_end_here, module, args, kwargs)
+        except _Bound as bound:
+            return bound.graph, bound.values
+        except CaptureError:
+            raise
+        except Exception as error:  # the user's, or TorchDynamo's: the plain run will tell
+            raise CaptureError(f"{type(error).__name__}: {_first_lines(error)}", _where(error)) from error
+        raise CaptureError("it computes nothing", None)
+
+
+_forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
+    weakref.WeakKeyDictionary(),
+    weakref.WeakKeyDictionary(),
+)
+
+
+def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
+    """The compiled forward of a module, the same as long as the module lives: what was captured serves again."""
+    function: Any = type(module).forward
+    known = _forwards[is_whole].get(module)
+    if known is None or known.function is not function or known.is_exhausted:
+        known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
+    return known
+
+
+def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:
+    raise _Bound(graph, values)
+
+
+@contextmanager
+def _dynamic(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Lets a graph hold for all batch sizes where it can: the first dimension of inputs may change."""
+    marked = [t for t in tensors if t.dim() and not hasattr(t, "_dynamo_weak_dynamic_indices")]
+    for t in marked:
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    try:
+        yield
+    finally:
+        for t in marked:
+            if hasattr(t, "_dynamo_weak_dynamic_indices"):
+                del t._dynamo_weak_dynamic_indices  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _first_lines(error: BaseException) -> str:
+    """The sentence in which TorchDynamo says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
+    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
+
+
+def _where(error: BaseException) -> str | None:
+    stack = getattr(error, "real_stack", None)
+    for frame in reversed(stack or []):
+        if frame.filename != __file__:
+            return f"{frame.filename}:{frame.lineno}"
+    return None

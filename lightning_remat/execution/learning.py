@@ -1,0 +1,48 @@
+"""Where the saved tensors of an operation belong: found out in a first execution, by the storages that live then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
+from .program import Place, Program
+
+
+class Learning:
+    """What is noted while an execution runs its forward for the first time.
+
+    Args:
+        program: What is executed.
+        values: The table of the execution.
+        num_given: How many of the values are those of placeholders.
+    """
+
+    def __init__(self, program: Program, values: list[Any], num_given: int) -> None:
+        self.program, self.values = program, values
+        self.leaves: list[list[Leaf]] = [[] for _ in program.steps]
+        self.external = {key for t in tensors_of(values[:num_given]) if (key := storage_key(t)) is not None}
+
+    def note(self, n: int) -> None:
+        """Operation n has run; its outputs are in the table."""
+        self.leaves[n] = [Leaf.of(t) for t in tensors_of(self.values[slot] for slot in self.program.steps[n].outputs)]
+
+    def places(self, n: int, saved: list[Tensor]) -> tuple[Place, ...]:
+        """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""
+        step = self.program.steps[n]
+        witnesses: dict[int | None, tuple[int, int]] = {}
+        for slot in (*step.inputs, *step.outputs):
+            for k, t in enumerate(tensors_of([self.values[slot]])):
+                witnesses.setdefault(storage_key(t), (slot, k))
+        owners = storage_owners(self.program.traced.operations, self.leaves, n)
+        found: list[Place] = []
+        for tensor, source in zip(saved, classify(saved, owners, self.external), strict=True):
+            witness = witnesses.get(storage_key(tensor))
+            if not isinstance(source, OutputRef):
+                found.append(Place(source))
+            elif witness is None:  # nothing that it sees lives there: the tensor is its own
+                found.append(Place(TapeRef(tensor.shape, tensor.dtype, tensor.device)))
+            else:
+                found.append(Place(source, *witness))
+        return tuple(found)

@@ -1,0 +1,123 @@
+"""Functions with a backward of their own, as targets of one call: custom functions, and PyTorch's checkpointing.
+
+What TorchDynamo runs in their place is meant to be compiled: run eagerly, the one keeps what it saves for ever, the
+other recomputes otherwise than `torch.utils.checkpoint` does. Here both do what the user's call did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import TraceError
+
+# fx does not type the modules that it generates, nor autograd its contexts.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+
+class CustomFunction:
+    """A `torch.autograd.Function`, captured as one graph for its forward and one for its backward.
+
+    Args:
+        options: Which outputs are not differentiable or were written, and which tensors were saved for the backward.
+    """
+
+    __name__ = "custom_function"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.non_differentiable = frozenset(options.get("non_differentiable_idx", ()))
+        self.dirty = frozenset(options.get("dirty_idx", ()))
+        self.saved = frozenset(options.get("saved_for_backward_idx", ()))
+
+    def __call__(self, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
+        return _Custom.apply(self, forward, backward, *args)
+
+
+class _Custom(torch.autograd.Function):
+    """Saves every tensor through autograd, so that saved-tensor hooks see it, whatever the user's code did."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any
+    ) -> Any:
+        with torch.no_grad():
+            output, saved = cast(Any, forward(*args))
+        outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+        if function.dirty:
+            ctx.mark_dirty(*(outputs[i] for i in function.dirty))
+        if function.non_differentiable:
+            ctx.mark_non_differentiable(*(outputs[i] for i in function.non_differentiable))
+        # What the user kept on `ctx` directly is not checked for later changes, so it is saved under another counter.
+        kept = [v.data if isinstance(v, Tensor) and i not in function.saved else v for i, v in enumerate(saved)]
+        ctx.save_for_backward(*(v for v in kept if isinstance(v, Tensor)))
+        ctx.rest = [None if isinstance(v, Tensor) else (v,) for v in kept]
+        ctx.graph = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if rest is None else rest[0] for rest in ctx.rest]
+        found = ctx.graph(*gradients, *saved)
+        return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
+
+
+class Checkpointed:
+    """A call of `torch.utils.checkpoint.checkpoint` as the user wrote it.
+
+    Args:
+        body: What it calls.
+        held: Places of the arguments that the module holds (parameters, buffers): the user's function found them by
+            itself, and only what was passed to it is saved.
+        options: The user's keyword arguments of `checkpoint`.
+    """
+
+    __name__ = "checkpoint"
+
+    def __init__(self, held: Collection[int], options: dict[str, Any]) -> None:
+        self.held, self.options = frozenset(held), options
+
+    def __call__(self, body: Callable[..., Any], *args: Any) -> Any:
+        passed = [i for i in range(len(args)) if i not in self.held]
+
+        def function(*given: Any) -> Any:
+            values = list(args)
+            for i, value in zip(passed, given, strict=True):
+                values[i] = value
+            return body(*values)
+
+        given = [args[i] for i in passed]
+        args = tuple(a if i in self.held else None for i, a in enumerate(args))  # held by `checkpoint` alone
+        return checkpoint(function, *given, **self.options)
+
+
+def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[str]:
+    """Puts these in the place of TorchDynamo's targets; a sentence for each call of `checkpoint`.
+
+    Args:
+        root: The captured graph, changed here, with the bodies of functions.
+        owned: The placeholders that stand for parameters and buffers.
+    """
+    reasons: list[str] = []
+    for n in root.graph.nodes:
+        name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+        if name == "autograd_function_apply":
+            n.target = CustomFunction(dict(n.kwargs))
+            n.kwargs = {}
+        elif name == "tag_activation_checkpoint":
+            held = [i for i, a in enumerate(n.args[1:]) if a in owned]
+            n.target = Checkpointed(held, dict(n.kwargs))
+            n.kwargs = {}
+            if n.target.options.get("use_reentrant"):
+                raise TraceError(
+                    "it calls torch.utils.checkpoint with use_reentrant=True, which differentiates in its backward"
+                )
+            body = getattr(root, str(cast(fx.Node, n.args[0]).target))
+            if (context_fn := body.meta.get("_checkpoint_context_fn")) is not None:
+                n.target.options["context_fn"] = context_fn
+            reasons.append(f"{n.name} calls torch.utils.checkpoint, which stays as it is and runs as one operation")
+    return reasons
