@@ -18,7 +18,7 @@ def show_in_loggers(loggers: Iterable[Logger], folder: Path) -> None:
         for logger in loggers:
             if isinstance(logger, TensorBoardLogger):
                 if can_plot():
-                    writer = cast(Any, logger.experiment)
+                    writer = cast(Any, logger).experiment
                     writer.add_image(name, _pixels(path), dataformats="HWC")
             elif (log_image := getattr(logger, "log_image", None)) is not None:  # Weights & Biases, and its like
                 log_image(name, [str(path)])
