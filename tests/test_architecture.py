@@ -19,9 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 ROOMS = (
     "errors", "budget", "schedules", "lowering", "chain", "planners", "plans", "module_state", "measure", "operations",
-    "capture", "profiling", "execution", "regions", "reports", "batch_search", "trainer",
+    "capture", "profiling", "execution", "regions", "reports", "batch_search", "trainer", "command_line",
 )  # fmt: skip
-WITHOUT_ORDER = {"__init__", "conf"}  # the façade, which imports every room, and YAML, which imports none
+WITHOUT_ORDER = {"__init__", "__main__", "conf"}  # the façades, which import every room, and YAML, which imports none
 PURE = set(ROOMS[: ROOMS.index("module_state")])
 TORCH_ALONE = set(ROOMS[ROOMS.index("module_state") : ROOMS.index("reports")])
 FRAMEWORKS = {"torch", "lightning", "lightning_utilities", "hydra", "omegaconf", "matplotlib", "torchvision"}

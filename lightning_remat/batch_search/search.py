@@ -81,10 +81,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
         try:
-            if good is None:
-                choice = _first_choice(trial, search, may_grow=not num_steps)
-            else:
-                choice = trial.share(search.choose)
+            choice = first_choice(trial, search, may_grow=not num_steps) if good is None else trial.share(search.choose)
         except InfeasibleBudgetError:
             if good is None:
                 raise
@@ -133,7 +130,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     )
 
 
-def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
+def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
     """What to execute; in-place activations are planned as operations of their own where that lets a step fit.
 
     That is where nothing fits otherwise, and where it leads to a larger size.

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_peak, tensor_storage
 from ..measure.stopwatch import Stopwatch
 from ..module_state.nesting import tensors_in
@@ -42,7 +44,7 @@ class OptimizerFootprint(NamedTuple):
     Attributes:
         state_bytes: Their states.
         step_bytes: The peak of their steps, with parameters, buffers and gradients.
-        step_seconds: Duration of their steps.
+        step_seconds: Duration of their steps, an estimate on fake tensors.
     """
 
     state_bytes: int
@@ -64,7 +66,8 @@ def optimizer_footprint(
         with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
         step_bytes = max(step_bytes, measured.peak_bytes)
-    watch = Stopwatch(device)
+    is_fake = any(isinstance(p, FakeTensor) for p in module.parameters())
+    watch = CostCounter(device) if is_fake else Stopwatch(device)
     with watch:  # not the first step, which makes the states
         for optimizer in optimizers:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)

@@ -98,7 +98,7 @@ def rematerialize(
             install(module, checked_program(traced, made), made, planner)
         if self_check:
             made = _checked(module, args, kwargs, made)
-    _log(module, made)
+    _log(module, made, is_given=plan is not None)
     return made
 
 
@@ -168,15 +168,20 @@ def _as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, A
     return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
-def _log(module: nn.Module, plan: Plan) -> None:
+def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:
+    """What is in force from now on, in one line, and a line for each part that is treated otherwise."""
     ways = {
         "traced": "captured as a whole",
         "leaves": "captured as a whole, some of its parts as single operations",
         "regions": "its own forward cannot be captured, so its parts are rematerialized one by one under one budget: "
         + ", ".join(plan.step.plans if plan.step is not None else ()),
     }
-    lines = [f"{type(module).__name__}: {ways.get(plan.rung, 'rewritten by a plan made earlier')}", *plan.reasons]
-    logger.info("%s", "\n  ".join(lines))
+    name, again = type(module).__name__, plan.num_recomputed
+    does = "recomputes nothing, since everything fits"
+    if again:
+        does = f"recomputes {again} operations for {plan.recompute_overhead:.1%} more time"
+    whose = "by the plan it was given" if is_given else ways.get(plan.rung, "")
+    logger.info("%s", "\n  ".join([f"{name} {does} ({whose})", *plan.reasons]))
 
 
 def _check_rewritable(module: nn.Module) -> None:

@@ -26,6 +26,7 @@ from ..reports.report import draw_plots, out_of_memory_note, print_tables, write
 from ..reports.result import Result
 from ..schedules.schedule import Schedule
 from .lightning_step import LightningTrial
+from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
 from .private_api import logging_step, should_log, tap_loaders, wrap_steps
 from .resume import fingerprint, resumed_result, to_state
@@ -179,8 +180,10 @@ class Rematerialization(Callback):
             if self.settings.plan_path is not None:
                 Path(self.settings.plan_path).write_text(json.dumps(self._state))
         if (folder := self._report_dir(trainer)) is not None:
-            write_report(result, folder)
+            write_report(result, folder, title=type(pl_module).__name__)
             draw_plots(result, folder)
+            show_in_loggers(trainer.loggers, folder)
+            rank_zero_info(f"Rematerialization: what is kept and why is in {folder / 'remat_report.html'}")
         self._clock = StepClock(trial.device, with_scratch=self.settings.counts_scratch)
         if self.settings.on_oom == "replan":
             if trainer.world_size > 1 or not pl_module.automatic_optimization:
@@ -244,7 +247,7 @@ class Rematerialization(Callback):
         if self._clock is not None and self.result is not None:
             self._log(trainer, self._clock.read())
             if (folder := self._report_dir(trainer)) is not None:
-                write_report(self.result, folder, self._readings)
+                write_report(self.result, folder, self._readings, title=type(pl_module).__name__)
 
     def _log(self, trainer: Trainer, reading: Reading | None) -> None:
         result = self.result
