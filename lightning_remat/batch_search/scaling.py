@@ -80,7 +80,12 @@ class ScalableGraph:
         """The graph at a batch size: every field in bytes or seconds on its line, the operations as they are."""
         pairs = zip(self.small.nodes, self.large.nodes, strict=True)
         nodes = tuple(replace(b, **_quantities(self.line, a, b, size)) for a, b in pairs)
-        return replace(self.large, nodes=nodes, **_quantities(self.line, self.small, self.large, size))
+        inputs = tuple(
+            replace(b, shape=tuple(self.line.through(m, n)(size) for m, n in zip(a.shape, b.shape, strict=True)))
+            for a, b in zip(self.small.profiled_on, self.large.profiled_on, strict=True)
+        )
+        quantities = _quantities(self.line, self.small, self.large, size)
+        return replace(self.large, nodes=nodes, profiled_on=inputs, **quantities)
 
 
 _Measured = TypeVar("_Measured", Node, Graph)

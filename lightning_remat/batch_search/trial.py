@@ -13,9 +13,11 @@ from torch import nn
 
 from ..errors import TraceError
 from ..execution.rewriter import restore
+from ..plans.planner import Plan
 from ..plans.step_memory import Surroundings, Timeline
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..regions.calls import View
+from ..regions.fit import misfit
 from ..regions.rematerializer import rematerialize
 from ..regions.search import find_regions, profiled_out_of_place
 from ..schedules.graph import Graph
@@ -120,7 +122,9 @@ class StepModel:
             InfeasibleBudgetError: None does.
         """
         around, plain = self.surroundings_at(size), None if self.planned is None else self.plain_graphs_at(size)
-        return plan_step(self.keys, self.graphs_at(size), budget_bytes, planner, around, plain_graphs=plain)
+        like = {} if self.line is None else self.graphs_at(self.line.large)
+        graphs = self.graphs_at(size)
+        return plan_step(self.keys, graphs, budget_bytes, planner, around, plain_graphs=plain, like=like)
 
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected."""
@@ -197,11 +201,26 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
             if call.name not in done:
                 done[call.name] = call.module
                 with call.ambient.restored():
-                    rematerialize(call.module, *call.args, plan=step.plans[call.name], **call.kwargs)
+                    rematerialize(call.module, *call.args, plan=_for_any(step.plans[call.name]), **call.kwargs)
     except BaseException:
         uninstall(done.values())
         raise
     return list(done.values())
+
+
+def _for_any(plan: Plan) -> Plan:
+    """The plan without what it was profiled on: every rank has a batch of its own, some a longer one than the first."""
+    return replace(plan, graph=replace(plan.graph, profiled_on=()))
+
+
+def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:
+    """Why a stored plan does not fit what the step calls at a batch size; None if it does."""
+    try:
+        calls = trial.look_through(batch_size, list(step.plans)).calls
+    except ValueError as error:  # it does not call them
+        return str(error)
+    found = (misfit(step.plans[c.name].graph, c.module, c.args, c.kwargs) for c in calls)
+    return next((reason for reason in found if reason is not None), None)
 
 
 def uninstall(modules: Iterable[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from ..capture.tracer import TracedModule
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
-from ..measure.tensor_bytes import logical_bytes, storage_bytes
+from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.hooks import silenced_tensor_hooks
 from ..module_state.nesting import tensors_in
@@ -92,6 +92,7 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
         input_bytes=storage_bytes(tensors),
         static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
         outputs=traced.outputs,
+        profiled_on=tensor_kinds(tensors),
     )
 
 

@@ -15,12 +15,14 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.program import Program
 from ..execution.rewriter import as_planned, checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
+from ..planners import planner_of
 from ..plans.planner import Plan
 from ..plans.step_memory import Surroundings
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from .calls import View, look_through
+from .calls import View, look_through, submodules
+from .fit import check_fit
 from .footprint import outside_bytes
 from .search import find_regions, parts_of, profiled_out_of_place, traced_call
 from .step_run import step_peak, untouched
@@ -101,10 +103,16 @@ def _install_earlier(
 ) -> None:
     if plan.step is None:
         raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
-    calls = {call.name: call for call in look(list(plan.step.plans)).calls}
+    planned, there = set(plan.step.plans), {name for name, _ in submodules(module)}
+    if absent := sorted(planned - there):
+        raise ValueError(f"the plan is for a module with a part {absent[0]!r}, which {type(module).__name__} has not")
+    calls = {call.name: call for call in reversed(look(sorted(planned)).calls)}  # of several, the first
     programs: dict[str, Program] = {}
     for name, part in plan.step.plans.items():
-        call = calls[name]
+        call = calls.get(name)
+        if call is None:
+            raise ValueError(f"the plan is for a step that calls {name!r}, which this one does not")
+        check_fit(part.graph, call.module, call.args, call.kwargs)
         with call.ambient.restored():
             programs[name] = checked_program(as_planned(traced_call(call), call.args, call.kwargs, part), part)
     install_regions(module, programs, plan)
@@ -155,7 +163,7 @@ def _fitted(
     the prediction is corrected by it, and the regions are planned again where that exceeds the budget or leaves room.
     """
     start = time.perf_counter()
-    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    name, _ = planner_of(planner)
     good: Plan | None = None
     budget = measured = 0
     for number in range(_MOST_STEPS):

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..budget import format_bytes
 from ..measure.step_clock import Reading
 from ..plans.planner import Plan
+from ..schedules.stored import write_whole
 from .plots import can_plot, plot_candidates, plot_timeline
 from .result import Candidate, Result
 
@@ -125,7 +126,7 @@ def write_report(result: Result, folder: Path, readings: Sequence[Reading] = ())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "remat_report.json"
     data = {**json.loads(result.to_json()), "run": _run_figures(readings)}
-    path.write_text(json.dumps(data, indent=1))
+    write_whole(path, json.dumps(data, indent=1))
     return path
 
 

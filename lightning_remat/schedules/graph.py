@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Final, Literal, cast
 
+from .stored import reading
+
 Unit = Literal["bytes", "seconds"]
 
 # What a field counts. Whatever holds of all bytes or of all seconds (that they are not negative, how they grow with the
@@ -97,6 +99,21 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Type and sizes of a tensor: what bytes and seconds hold for.
+
+    >>> str(TensorKind("float32", (8, 3, 64, 64)))
+    'float32 8×3×64×64'
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'×'.join(map(str, self.shape)) or 'scalar'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """The nodes of a training step in topological order; checked on construction.
 
@@ -105,6 +122,8 @@ class Graph:
         input_bytes: Bytes of the inputs, alive throughout.
         static_bytes: Bytes of parameters, buffers and optimizer state, alive throughout.
         outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
+        profiled_on: The inputs that all this was measured with, and holds for; empty where it is not known. Graphs
+            that differ in nothing else are equal.
         users: For each node, the nodes that read its output (derived).
         roots: For each node, the node that owns the storage of its output: itself unless it is a view (derived).
         reads: For each node, the nodes whose output a run of it reads, the base of a view included (derived).
@@ -117,6 +136,7 @@ class Graph:
     input_bytes: int = field(default=0, metadata=_BYTES)
     static_bytes: int = field(default=0, metadata=_BYTES)
     outputs: tuple[int, ...] = ()
+    profiled_on: tuple[TensorKind, ...] = field(default=(), compare=False)
     users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     roots: tuple[int, ...] = field(init=False, repr=False, compare=False)
     reads: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -177,9 +197,10 @@ class Graph:
 
     def to_json(self) -> str:
         """The graph as JSON text, which `from_json` reads back to an equal graph."""
-        nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
         data = {"input_bytes": self.input_bytes, "static_bytes": self.static_bytes, "outputs": self.outputs}
-        return json.dumps({**data, "nodes": nodes})
+        inputs = [(kind.dtype, kind.shape) for kind in self.profiled_on]
+        nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
+        return json.dumps({**data, "profiled_on": inputs, "nodes": nodes})
 
     @classmethod
     def from_json(cls, text: str) -> Graph:
@@ -188,7 +209,11 @@ class Graph:
         Raises:
             ValueError: The text is not such a graph.
         """
-        data: Mapping[str, Any] = json.loads(text)
+        with reading("graph"):
+            return cls._read(json.loads(text))
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Graph:
         known = {f.name for f in fields(Node)}
         nodes: list[Node] = []
         for entry in data["nodes"]:
@@ -198,7 +223,9 @@ class Graph:
                 k: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for k, v in entry.items()
             }
             nodes.append(Node(**values))
-        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], tuple(data.get("outputs", ())))
+        inputs = (TensorKind(dtype, tuple(shape)) for dtype, shape in data.get("profiled_on", ()))
+        outputs = tuple(data.get("outputs", ()))
+        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], outputs, tuple(inputs))
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Node) if f.name != "name"}
