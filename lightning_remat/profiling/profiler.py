@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.decisions import call_key, decides_alike
 from ..capture.recording import buffers_apart
-from ..capture.tracer import TracedModule
+from ..capture.tracer import Operation, TracedModule
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
@@ -24,9 +24,9 @@ from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.hooks import silenced_tensor_hooks
 from ..module_state.nesting import tensors_in
+from ..module_state.own_draws import OwnDraws
 from ..module_state.plain_tensors import tensor_attributes
 from ..module_state.python_state import PythonState
-from ..module_state.random_state import RandomState
 from ..operations.evaluation import attribute, call, detached, evaluate
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
@@ -70,8 +70,6 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
         stack.enter_context(casts_apart())
         if fake is not None:
             stack.enter_context(fake.fake_mode)
-        else:
-            stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
         stack.callback(PythonState(traced.module).put_back)
         stack.enter_context(buffers_apart(traced.module))
         stack.enter_context(silenced_tensor_hooks(traced.module))
@@ -111,6 +109,9 @@ class _Profiler:
         self.traced, self.given, self.layouts = traced, values, layouts
         self.module, self.operations = traced.module, traced.operations
         self.start_over()
+        self.draws = OwnDraws()
+        # Elsewhere the mode would only cost the time that is measured; on fake tensors nothing is drawn.
+        self.drawing = {n for n, operation in enumerate(self.operations) if self._may_draw(operation) and not is_fake}
         tensors = list(values.values())
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         attributes = (t for _, t in tensor_attributes(self.module))
@@ -123,6 +124,11 @@ class _Profiler:
         self.last_reader: dict[fx.Node, int] = {}
         for n, operation in enumerate(self.operations):
             self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
+
+    def _may_draw(self, operation: Operation) -> bool:
+        """Whether it draws random numbers, or runs code of the user's that may."""
+        own = (self.module.get_submodule(str(p.target)) for p in operation.parts if p.op == "call_module")
+        return operation.is_random or any(not type(m).__module__.startswith("torch.nn.") for m in own)
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
@@ -292,7 +298,8 @@ class _Profiler:
                 inputs[node] = self._input(node)
             return inputs[node]
 
-        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+        draws = self.draws if n in self.drawing else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
             return evaluate(self.module, self.operations[n], fetch, is_first=False), store
 
     def _input(self, node: fx.Node) -> Any:
