@@ -166,6 +166,11 @@ class Graph:
     def __hash__(self) -> int:  # of hundreds of nodes: computed once
         return self._hash
 
+    def ends(self) -> tuple[int, ...]:
+        """The nodes whose gradients the loss makes, ascending: the outputs; where none is named, what has no user."""
+        leaving = set(self.outputs) or {n for n, users in enumerate(self.users) if not users}
+        return tuple(n for n in sorted(leaving) if self.nodes[n].gradient_bytes != 0)
+
     def gradient_bytes(self, index: int) -> int:
         """Bytes of the gradient of the output of node `index`."""
         stated = self.nodes[index].gradient_bytes

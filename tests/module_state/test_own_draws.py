@@ -1,4 +1,4 @@
-"""A trial's random numbers are its own: the shared generators stay where they are, whoever draws from them meanwhile."""
+"""A trial draws random numbers of its own: the shared generators stay where they are, whoever draws meanwhile."""
 
 from __future__ import annotations
 
