@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..budget import check_bytes
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
-from ..planners import planner_of
+from ..planners import planner_of as planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate

@@ -20,8 +20,7 @@ from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
-from ..planners import planner_of
-from ..plans.planner import Plan
+from ..plans.planner import Plan, planner_of
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile
 from ..schedules.schedule import Schedule

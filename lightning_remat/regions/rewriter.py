@@ -15,8 +15,7 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.program import Program
 from ..execution.rewriter import as_planned, checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
-from ..planners import planner_of
-from ..plans.planner import Plan
+from ..plans.planner import Plan, planner_of
 from ..plans.step_memory import Surroundings
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..schedules.graph import Graph
