@@ -165,6 +165,13 @@ def test_the_package_imports_without_the_extras(name: str, absent: list[str]) ->
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
+def test_the_package_imports_on_systems_other_than_unix() -> None:
+    """`psutil` has what it needs of each system; on this one it needs what is taken away from the package."""
+    code = "import sys, psutil; sys.modules['resource'] = None; from lightning_remat import Rematerialization"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_planners_import_without_torch() -> None:
     """`import lightning_remat.planners` alone must not need torch; the package's own names do."""
     code = (

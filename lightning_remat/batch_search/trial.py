@@ -16,6 +16,7 @@ from ..execution.rewriter import install_parts, restore
 from ..plans.step_memory import Surroundings, Timeline
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..regions.calls import View
+from ..regions.fit import misfit
 from ..regions.search import find_regions, profiled_out_of_place, programs_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -119,7 +120,9 @@ class StepModel:
             InfeasibleBudgetError: None does.
         """
         around, plain = self.surroundings_at(size), None if self.planned is None else self.plain_graphs_at(size)
-        return plan_step(self.keys, self.graphs_at(size), budget_bytes, planner, around, plain_graphs=plain)
+        like = {} if self.line is None else self.graphs_at(self.line.large)
+        graphs = self.graphs_at(size)
+        return plan_step(self.keys, graphs, budget_bytes, planner, around, plain_graphs=plain, like=like)
 
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected."""
@@ -192,6 +195,16 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
     """
     programs = programs_of(trial.look_through(batch_size, list(step.plans)).calls, step.plans)
     return install_parts(programs, step.plans)
+
+
+def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:
+    """Why a stored plan does not fit what the step calls at a batch size; None if it does."""
+    try:
+        calls = trial.look_through(batch_size, list(step.plans)).calls
+    except ValueError as error:  # it does not call them
+        return str(error)
+    found = (misfit(step.plans[c.name].graph, c.module, c.args, c.kwargs) for c in calls)
+    return next((reason for reason in found if reason is not None), None)
 
 
 def uninstall(modules: Iterable[nn.Module]) -> None:

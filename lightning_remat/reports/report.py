@@ -14,6 +14,7 @@ from rich.table import Table
 from ..budget import format_bytes
 from ..measure.step_clock import Reading
 from ..plans.planner import Plan
+from ..schedules.stored import write_whole
 from .html_page import headline, write_page
 from .plots import can_plot, plot_candidates, plot_timeline
 from .result import Candidate, Result
@@ -128,7 +129,7 @@ def write_report(result: Result, folder: Path, readings: Sequence[Reading] = (),
     folder.mkdir(parents=True, exist_ok=True)
     path, run = folder / "remat_report.json", _run_figures(readings)
     data = {**json.loads(result.to_json()), "run": run}
-    path.write_text(json.dumps(data, indent=1))
+    write_whole(path, json.dumps(data, indent=1))
     write_page(result, folder / "remat_report.html", title=title, run=run)
     return path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.search import find
 from ..batch_search.settings import Settings
-from ..batch_search.trial import install, uninstall
+from ..batch_search.trial import install, misfit_of, uninstall
 from ..budget import Budget
 from ..errors import InfeasibleBudgetError, TraceError
 from ..measure.out_of_memory import is_out_of_memory
@@ -29,7 +28,7 @@ from .lightning_step import LightningTrial
 from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
 from .private_api import logging_step, should_log, tap_loaders, wrap_steps
-from .resume import fingerprint, resumed_result, to_state
+from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
 from .setup import apply_batch_size, check_supported, move_before_tuners, tap
 
 
@@ -146,6 +145,11 @@ class Rematerialization(Callback):
         mark = fingerprint(trial, self.settings)
         result = trial.share(lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
         if result is not None:
+            reason = misfit_of(result.step, trial, result.batch_size)  # a step, which every rank takes part in
+            if (reason := trial.share(lambda reason=reason: reason)) is not None:
+                rank_zero_warn(f"Rematerialization plans anew: {reason}")
+                result = None
+        if result is not None:
             modules = install(trial, result.batch_size, result.step)
         else:
             try:
@@ -178,7 +182,7 @@ class Rematerialization(Callback):
         if trainer.is_global_zero:
             print_tables(result)
             if self.settings.plan_path is not None:
-                Path(self.settings.plan_path).write_text(json.dumps(self._state))
+                write_state(Path(self.settings.plan_path), self._state)
         if (folder := self._report_dir(trainer)) is not None:
             write_report(result, folder, title=type(pl_module).__name__)
             draw_plots(result, folder)
@@ -203,7 +207,7 @@ class Rematerialization(Callback):
             )
         path = self.settings.plan_path
         if path is not None and Path(path).exists():
-            result = resumed_result(json.loads(Path(path).read_text()), mark)
+            result = result_in_file(Path(path), mark)
             if result is not None:
                 rank_zero_info(f"Rematerialization uses the plan of {path}")
                 return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,39 @@ def test_what_has_changed_is_planned_anew(tmp_path: Path, change: str, monkeypat
         torch.save(weights, path)
     run(tmp_path, module, remat(**options), max_steps=-1, max_epochs=2, fit={"ckpt_path": path})
     assert len(searches) == 1
+
+
+@pytest.mark.slow
+def test_plan_path_that_holds_something_else_is_told_and_left(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run(tmp_path, seeded(), remat(plan_path=path), max_steps=1)
+    text = path.read_text()
+    for broken in ("", text[: len(text) // 2], '{"planner": "auto"}', "[1, 2]", "my notes"):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"plan_path names .*plan\.json, but the text is no stored result"):
+            run(tmp_path, seeded(), remat(plan_path=path), max_steps=1)
+        assert path.read_text() == broken
+
+
+@pytest.mark.slow
+def test_a_stored_plan_for_other_inputs_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    first = remat(plan_path=path)
+    run(tmp_path, seeded(), first, max_steps=1)
+    assert first.result is not None
+    state = json.loads(path.read_text())
+    step = json.loads(state["step"])
+    for plan in step["plans"].values():  # as if the same settings had met images of another size
+        ((dtype, shape),) = plan["graph"]["profiled_on"]
+        assert shape[0] == first.result.batch_size
+        plan["graph"]["profiled_on"] = [(dtype, [shape[0], 2 * shape[1], *shape[2:]])]
+    path.write_text(json.dumps({**state, "step": json.dumps(step)}))
+    second = remat(plan_path=path)
+    with pytest.warns(UserWarning, match="plans anew: the plan was made for inputs .* and is given"):
+        run(tmp_path, seeded(), second, max_steps=1)
+    assert second.result is not None
+    assert second.result.num_steps
+    assert second.result.batch_size == first.result.batch_size
 
 
 @pytest.mark.slow
