@@ -2,29 +2,29 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .ambient import is_recomputing as is_recomputing
+from .capture.tracer import trace as trace
 from .errors import InfeasibleBudgetError as InfeasibleBudgetError
 from .errors import ScheduleError as ScheduleError
 from .errors import TraceError as TraceError
-from .graph import Graph as Graph
-from .graph import Node as Node
-from .meter import measure_peak as measure_peak
-from .planner import Plan as Plan
-from .planner import plan as plan
+from .execution.rewriter import restore as restore
+from .measure.meter import measure_peak as measure_peak
+from .module_state.ambient import is_recomputing as is_recomputing
 from .planners import PLANNERS as PLANNERS
-from .profiler import profile as profile
-from .rematerializer import rematerialize as rematerialize
-from .rewriter import restore as restore
-from .schedule import Schedule as Schedule
-from .simulator import Simulation as Simulation
-from .simulator import simulate as simulate
-from .tracer import trace as trace
+from .plans.planner import Plan as Plan
+from .plans.planner import plan as plan
+from .profiling.profiler import profile as profile
+from .regions.rematerializer import rematerialize as rematerialize
+from .schedules.graph import Graph as Graph
+from .schedules.graph import Node as Node
+from .schedules.schedule import Schedule as Schedule
+from .schedules.simulator import Simulation as Simulation
+from .schedules.simulator import simulate as simulate
 
 if TYPE_CHECKING:
     from .batch_search.plain_trial import find_batch_size as find_batch_size
-    from .callback import Rematerialization as Rematerialization
+    from .trainer.callback import Rematerialization as Rematerialization
 
-_LAZY = {"Rematerialization": ".callback", "find_batch_size": ".batch_search.plain_trial"}
+_LAZY = {"Rematerialization": ".trainer.callback", "find_batch_size": ".batch_search.plain_trial"}
 
 
 def __getattr__(name: str) -> Any:

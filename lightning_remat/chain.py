@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import Literal, NamedTuple, cast
 
 from .errors import ScheduleError
-from .schedule import mark
+from .schedules.schedule import mark
 
 OperationKind = Literal["Fall", "Fck", "Fn", "B"]
 

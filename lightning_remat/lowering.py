@@ -9,10 +9,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from .compiled import Flags, Small, njit
-from .graph import Graph
-from .graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
-from .schedule import Schedule
+from .schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
+from .schedules.compiled import Flags, Small, njit
+from .schedules.graph import Graph
+from .schedules.schedule import Schedule
 
 
 def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | None = None) -> Schedule:

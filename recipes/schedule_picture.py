@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from lightning_remat import Plan
-from lightning_remat.schedule import Action
+from lightning_remat.schedules.schedule import Action
 
 GIB, MIB = 2**30, 2**20
 RUN_COLORS = ("tab:blue", "#fdae6b", "#e6550d", "#7f2704")

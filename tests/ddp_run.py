@@ -16,10 +16,10 @@ from lightning.pytorch import Trainer
 from remat_runs import Classifier, Images, run, seeded
 from torch.utils.data import DataLoader
 
-import lightning_remat.batch_size as search
-import lightning_remat.callback as rematerialization
+import lightning_remat.batch_search.search as search
+import lightning_remat.trainer.callback as rematerialization
 from lightning_remat import Rematerialization
-from lightning_remat.device_memory import DeviceMemory
+from lightning_remat.measure.device_memory import DeviceMemory
 
 EFFECTIVE_BATCH_SIZE = 240
 """Samples an optimizer step, of both ranks."""

@@ -16,7 +16,8 @@ from rewriting import rewrite
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_remat import executor, rematerialize
+from lightning_remat import rematerialize
+from lightning_remat.execution import executor
 
 
 class Skips(nn.Module):

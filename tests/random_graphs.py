@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_remat import Graph, Node, Schedule
-from lightning_remat.schedule import Action
+from lightning_remat.schedules.schedule import Action
 
 sizes = st.integers(0, 9)
 

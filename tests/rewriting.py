@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
 
 from lightning_remat import Plan, profile, simulate, trace
+from lightning_remat.capture.tracer import TracedModule
+from lightning_remat.execution.program import compile_schedule
+from lightning_remat.execution.rewriter import forced
 from lightning_remat.lowering import lower_kept
-from lightning_remat.program import compile_schedule
-from lightning_remat.rewriter import forced
-from lightning_remat.schedule import Schedule
-from lightning_remat.tracer import TracedModule
+from lightning_remat.schedules.schedule import Schedule
 
 
 class Between(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_remat import profile, simulate, trace
-from lightning_remat.graph import Graph
 from lightning_remat.lowering import lower_kept
-from lightning_remat.meter import measure_peak
+from lightning_remat.measure.meter import measure_peak
+from lightning_remat.schedules.graph import Graph
 
 net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3))
 x = torch.randn(80, 3, 64, 64)  # malloc hands tensors of more than 32 MiB back at once

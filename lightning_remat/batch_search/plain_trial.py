@@ -11,19 +11,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..batch_size import find
 from ..budget import Budget
-from ..footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
-from ..meter import measure_peak
-from ..nested import tensors_in
-from ..preserve import preserved
-from ..regions import View, look_through
-from ..report import draw_plots, write_report
-from ..result import Result
-from ..schedule import Schedule
-from ..settings import Settings
-from ..step_memory import Surroundings
-from .batch_resizing import batch_size_of, resized
+from ..measure.meter import measure_peak
+from ..module_state.nesting import tensors_in
+from ..module_state.preserve import preserved
+from ..plans.step_memory import Surroundings
+from ..regions.calls import View, look_through
+from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
+from ..reports.report import draw_plots, write_report
+from ..reports.result import Result
+from ..schedules.schedule import Schedule
+from .resizing import batch_size_of, resized
+from .search import find
+from .settings import Settings
 from .trial import STEPS_PER_TRIAL
 
 T = TypeVar("T")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InfeasibleBudgetError
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..planner import Plan
-from ..schedule import Schedule
-from ..simulator import Simulation, simulate
-from ..step_memory import RegionCost, Surroundings, step_timeline
-from ..step_planner import StepPlan, plain_timeline, plan_step
+from ..plans.planner import Plan
+from ..plans.step_memory import RegionCost, Surroundings, step_timeline
+from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import Simulation, simulate
 
 _NUM_BUDGETS = 16
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from ..errors import TraceError
-from ..graph import Graph
-from ..region_search import find_regions, profiled_out_of_place
-from ..regions import View
-from ..rematerializer import rematerialize
-from ..rewriter import restore
-from ..schedule import Schedule
-from ..step_memory import Surroundings, Timeline
-from ..step_planner import StepPlan, plain_timeline, plan_step
-from .batch_scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
+from ..execution.rewriter import restore
+from ..plans.step_memory import Surroundings, Timeline
+from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..regions.calls import View
+from ..regions.rematerializer import rematerialize
+from ..regions.search import find_regions, profiled_out_of_place
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from .scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
 
 T = TypeVar("T")
 Profile = ScalableGraph | Graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..schedule import Schedule
+from ..schedules.schedule import Schedule
 from .auto import plan_auto
 from .checkmate import plan_checkmate
 from .chen import plan_chen

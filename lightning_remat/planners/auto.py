@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from ..simulator import simulate
-from .auto_front import FRONTS
-from .family import fastest_that_fits, infeasible, trade_off
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
+from ._auto.front_search import FRONTS
+from ._candidates import fastest_that_fits, infeasible, trade_off
 
 
 def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedule:
@@ -19,10 +19,10 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
     graph with the same operations at another batch size starts from what was found at the first. No optimum is
     proven; `explanation.explain` reports the gap to a lower bound.
 
-    The answers of the quick planners (`rivals.RIVALS`) are in the front, so that none of those is faster at any
+    The answers of the quick planners (`portfolio.RIVALS`) are in the front, so that none of those is faster at any
     budget or reaches a lower peak. The others are beaten by search alone.
 
-    A schedule is described by *absence windows* (see `fast_simulator`): any value may be dropped between any two of
+    A schedule is described by *absence windows* (see `window_simulator`): any value may be dropped between any two of
     its uses, forward or backward, once or repeatedly. The search goes down from plain autograd drop by drop, each
     the one that frees the most bytes above the limit for a second; starts also from what a linear program keeps, and
     from a dynamic program over positions in the node order, which sees what single drops do not; holds again what

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 
-from ..graph import Graph
-from ..schedule import Schedule
-from ..simulator import simulate
-from .checkmate_program import PEAK, Program
-from .checkmate_relaxation import sweep
-from .checkmate_rounding import Point, RoundingProblem
-from .family import fastest_that_fits, trade_off
-from .progress import SearchProgress
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
+from ._candidates import fastest_that_fits, trade_off
+from ._checkmate.program import PEAK, Program
+from ._checkmate.relaxation import sweep
+from ._checkmate.rounding import Point, RoundingProblem
+from ._progress import SearchProgress
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from functools import lru_cache
 from math import inf, sqrt
 from typing import NamedTuple
 
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from .family import Candidate, fastest_that_fits, trade_off
-from .storage_graph import articulation_points, merge_views, nodes_of
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.storages import articulation_points, merge_views, nodes_of
+from ._candidates import Candidate, fastest_that_fits, trade_off
 
 
 class MirrorPlan(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from .family import Candidate, fastest_that_fits, trade_off
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import Candidate, fastest_that_fits, trade_off
 
 CHEAP_KINDS = frozenset(
     [

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..compiled import Flags, Ints, Small, njit
-from ..graph import Graph
-from ..graph_arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
 from ..lowering import mark_missing, with_liveness
-from ..schedule import Schedule
-from .family import Candidate, fastest_that_fits, trade_off
-from .storage_graph import articulation_points, merge_views
+from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
+from ..schedules.compiled import Flags, Ints, Small, njit
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.storages import articulation_points, merge_views
+from ._candidates import Candidate, fastest_that_fits, trade_off
 
 _NUM_KEPT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 

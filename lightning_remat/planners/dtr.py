@@ -6,13 +6,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..graph import Graph
 from ..lowering import lower_kept, with_liveness
-from ..schedule import Schedule
-from ..simulator import simulate
-from .eviction import evict
-from .eviction_step import pack_step
-from .family import Candidate, fastest_that_fits, trade_off
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
+from ._candidates import Candidate, fastest_that_fits, trade_off
+from ._eviction import evict
+from ._eviction_step import pack_step
 
 _NUM_LIMITS = 96
 _MOST_RUNS = 20  # of a node on average, before an attempt counts as thrashing

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..compiled import njit
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from .division_tree import ClosedSet, divide
-from .family import Candidate, fastest_that_fits, trade_off
+from ..schedules.compiled import njit
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import Candidate, fastest_that_fits, trade_off
+from ._division_tree import ClosedSet, divide
 
 Numbers = NDArray[Any]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..chain import Chain, ChainSequence
-from ..graph import Graph
-from ..schedule import Schedule
-from .rotor_solver import solve_chain
-from .stage_search import SubFamily, plan_stages
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._chain.search import SubFamily, plan_stages
+from ._chain.solver import solve_chain
 
 
 def solve(chain: Chain, budget: float, *, slots: int | None = 500, floating: bool = True) -> ChainSequence:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from .family import fastest_that_fits, trade_off
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import fastest_that_fits, trade_off
 
 
 def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:

@@ -7,14 +7,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import InfeasibleBudgetError
-from ..graph import Graph
-from ..schedule import Schedule
-from .family import Candidate, fastest_that_fits, trade_off
-from .lower_set_program import Objective, best_sequence, least_budget_units
-from .lower_set_table import LowerSetTable, tabulate
-from .lower_sets import MAXIMUM_LOWER_SETS, Family, all_lower_sets, masks, members, pruned_lower_sets
-from .lower_sets import LowerSetProblem as LowerSetProblem
-from .strategies import strategies
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import Candidate, fastest_that_fits, trade_off
+from ._lower_sets.lower_sets import MAXIMUM_LOWER_SETS, Family, all_lower_sets, masks, members, pruned_lower_sets
+from ._lower_sets.lower_sets import LowerSetProblem as LowerSetProblem
+from ._lower_sets.program import Objective, best_sequence, least_budget_units
+from ._lower_sets.strategies import strategies
+from ._lower_sets.table import LowerSetTable, tabulate
 
 
 class SequenceCost(NamedTuple):

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..compiled import Ints
-from ..graph import Graph
 from ..lowering import lower_kept
-from ..schedule import Schedule
-from .family import Candidate, fastest_that_fits, trade_off
+from ..schedules.compiled import Ints
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import Candidate, fastest_that_fits, trade_off
 
 
 def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = None) -> Schedule:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..chain import Chain, ChainSequence
-from ..graph import Graph
-from ..schedule import Schedule
-from .family import Candidate
-from .rotor_solver import solve_chain
-from .stage_search import SubFamily, plan_stages, stage_candidates
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ._candidates import Candidate
+from ._chain.search import SubFamily, plan_stages, stage_candidates
+from ._chain.solver import solve_chain
 
 _PERSISTENT = SubFamily(keeps_tapes=True, floating=False)
 _INPUTS_ONLY = SubFamily(keeps_tapes=False, floating=False)

@@ -12,16 +12,16 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from ..batch_search.settings import Settings
 from ..batch_search.trial import install, model_step, planned_out_of_place, uninstall
 from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError
-from ..out_of_memory import is_out_of_memory
-from ..preserve import record, record_random
-from ..result import Result
-from ..settings import Settings
-from ..step_planner import StepPlan
-from .lightning_private import logged_results
-from .lightning_trial import LightningTrial
+from ..measure.out_of_memory import is_out_of_memory
+from ..module_state.preserve import record, record_random
+from ..plans.step_planner import StepPlan
+from ..reports.result import Result
+from .lightning_step import LightningTrial
+from .private_api import logged_results
 
 _TIGHTER = 0.95
 

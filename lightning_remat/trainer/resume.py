@@ -10,11 +10,11 @@ from typing import Any
 import lightning
 import torch
 
-from ..regions import submodules
-from ..result import Candidate, Result
-from ..settings import Settings
-from ..step_planner import StepPlan
-from .lightning_trial import LightningTrial
+from ..batch_search.settings import Settings
+from ..plans.step_planner import StepPlan
+from ..regions.calls import submodules
+from ..reports.result import Candidate, Result
+from .lightning_step import LightningTrial
 
 _VERSION = 2
 

@@ -40,8 +40,8 @@ from lightning_remat import (
     simulate,
     trace,
 )
-from lightning_remat.explanation import explain
 from lightning_remat.lowering import lower_kept
+from lightning_remat.plans.explanation import explain
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 WITHIN = 1e-9

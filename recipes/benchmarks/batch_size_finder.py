@@ -85,7 +85,7 @@ def load_everything(image_size: int) -> None:
     import torch
 
     from lightning_remat import plan, profile, trace
-    from lightning_remat.plots import load_plotting
+    from lightning_remat.reports.plots import load_plotting
 
     load_plotting()
 
@@ -103,7 +103,7 @@ def measure(name: str, method: str, memory_bytes: int, image_size: int, max_over
     from lightning.pytorch.callbacks import BatchSizeFinder
 
     from lightning_remat import Rematerialization
-    from lightning_remat.out_of_memory import is_out_of_memory
+    from lightning_remat.measure.out_of_memory import is_out_of_memory
 
     torch.manual_seed(0)
     module = build(name, image_size)

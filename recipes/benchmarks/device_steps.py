@@ -42,8 +42,8 @@ from lightning_remat import (
     trace,
 )
 from lightning_remat.budget import format_bytes
-from lightning_remat.out_of_memory import is_out_of_memory
-from lightning_remat.stopwatch import Stopwatch
+from lightning_remat.measure.out_of_memory import is_out_of_memory
+from lightning_remat.measure.stopwatch import Stopwatch
 
 HEADS = ("network", "batch", "budget", "predicted peak", "measured peak", "difference", "step time", "recomputation")
 

@@ -15,8 +15,8 @@ import torchvision
 from torch import Tensor, nn
 
 from lightning_remat import plan, profile, trace
-from lightning_remat.program import compile_schedule
-from lightning_remat.rewriter import forced
+from lightning_remat.execution.program import compile_schedule
+from lightning_remat.execution.rewriter import forced
 
 
 def seconds_of_step(module: nn.Module, x: Tensor) -> float:

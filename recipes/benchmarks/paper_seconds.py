@@ -51,7 +51,7 @@ def measure(network: PaperNetwork) -> list[tuple[float, float]]:
     The clock is that thread's CPU time, which other programs on the machine do not disturb.
     """
     torch.set_num_threads(1)
-    with mock.patch("lightning_remat.stopwatch.time.perf_counter", time.thread_time):
+    with mock.patch("lightning_remat.measure.stopwatch.time.perf_counter", time.thread_time):
         graph = network.profiled(network.small_batch_size)
     return [(round(n.forward_seconds * 1e6, 2), round(n.backward_seconds * 1e6, 2)) for n in graph.nodes]
 

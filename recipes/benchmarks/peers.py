@@ -35,8 +35,8 @@ from benchmarks.peer_methods import Peer, Run, peers, rockmate
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.peer_report import COUNTED, Row, plot, summary, table, write_results
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, measure_peak, plan, profile, rematerialize, trace
-from lightning_remat.cost_model import CostCounter
-from lightning_remat.meter import tensor_storage
+from lightning_remat.measure.cost_model import CostCounter
+from lightning_remat.measure.meter import tensor_storage
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

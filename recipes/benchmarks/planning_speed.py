@@ -43,8 +43,8 @@ from benchmarks.paper_seconds import with_measured_seconds
 from lightning_remat import Graph, InfeasibleBudgetError, Node, plan
 from lightning_remat.chain import Chain
 from lightning_remat.planners import feng, kusumoto, rotor
-from lightning_remat.planners.storage_graph import merge_views
-from lightning_remat.stages import cut_stages, stage_figures, to_chain
+from lightning_remat.planners._chain.stages import cut_stages, stage_figures, to_chain
+from lightning_remat.schedules.storages import merge_views
 from networks.gpt import GPT
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
 from papers.feng2018 import pairwise

@@ -24,7 +24,7 @@ from torchvision import models
 from benchmarks.paper_scale import PaperNetwork, images
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, Schedule, plan
 from lightning_remat.lowering import lower_kept
-from lightning_remat.stages import cut_stages
+from lightning_remat.planners._chain.stages import cut_stages
 from networks.resnet_preact import cifar_resnet, imagenet_resnet
 from papers.fake_network import HOW_SECONDS, lowest, planned, replayed
 from papers.published import figures

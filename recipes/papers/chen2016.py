@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.paper_scale import PaperNetwork, images, tokens
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, simulate
-from lightning_remat.allocation import Strategy, allocate
+from lightning_remat.plans.allocation import Strategy, allocate
 from networks.lstm import LSTM
 from networks.resnet_preact import imagenet_resnet
 from papers.fake_network import FakeNetwork, lowest, planned, without_parameters

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.paper_scale import NETWORKS, PaperNetwork
 from lightning_remat import Graph, Plan
-from lightning_remat.planners.canonical import lower_sequence
+from lightning_remat.planners._lower_sets.canonical import lower_sequence
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.kusumoto import LowerSetProblem, minimum_budget, solve
-from lightning_remat.planners.storage_graph import StorageGraph, articulation_points, merge_views
+from lightning_remat.schedules.storages import StorageGraph, articulation_points, merge_views
 from papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, planned, replayed
 from papers.published import printed
 from papers.sheets import Sheet, publish

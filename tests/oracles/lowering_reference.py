@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from lightning_remat import Graph, Schedule
 from lightning_remat.lowering import missing
-from lightning_remat.schedule import Action
+from lightning_remat.schedules.schedule import Action
 
 
 def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | None = None) -> Schedule:

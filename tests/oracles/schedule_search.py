@@ -6,7 +6,7 @@ from itertools import count as counter
 from typing import NamedTuple
 
 from lightning_remat import Graph, Schedule, simulate
-from lightning_remat.schedule import Action
+from lightning_remat.schedules.schedule import Action
 
 
 class State(NamedTuple):

@@ -1,0 +1,271 @@
+"""Search over batch size × schedule: planned sizes first, and only what was executed is returned."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..budget import format_bytes
+from ..errors import InfeasibleBudgetError
+from ..measure.device_memory import device_memory
+from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..plans.planner import plan
+from ..plans.step_planner import StepPlan
+from ..reports.plots import load_plotting
+from ..reports.result import Result
+from ..schedules.floor import find_floor
+from .candidates import CandidateSearch, Choice
+from .settings import Settings
+from .trial import (
+    STEPS_PER_TRIAL,
+    StepModel,
+    Trial,
+    install,
+    model_step,
+    planned_out_of_place,
+    uninstall,
+)
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS = 6
+"""Real training steps that a search runs at most."""
+
+_LARGEST_PROFILE = 32
+_LARGEST_SIZE = 1 << 20
+_OUT_OF_MEMORY = 1 << 62
+
+_NOTICEABLY = 0.98
+"""Of a floor, below which another is worth a second search."""
+
+
+def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Result, list[nn.Module]]:
+    """The batch size and plan that the settings ask for, executed within the budget, and the modules rewritten by it.
+
+    Bytes and seconds of every size come from a profile (two where several sizes are in question); the planner is
+    called for each candidate and no training step is run. The choice is then executed: two real steps with optimizer.
+    Where the measured peak exceeds the budget, the model is corrected by the difference and the search goes on; it
+    never returns what it did not execute, and runs at most `MOST_STEPS` real steps.
+
+    Args:
+        trial: The training step.
+        settings: What is asked for.
+        lowest: Whether the lowest peak of the smallest size is wanted, whatever the budget.
+
+    Raises:
+        InfeasibleBudgetError: Nothing fits. Nothing is installed then, as on any other error.
+    """
+    sizes = sizes_to_consider(trial, settings)
+    model = _model(trial, sizes, settings)
+    takes_from_budget = settings.memory_budget is None and trial.device.type == "cpu"  # the search itself
+    if takes_from_budget:
+        _warm_up(model, settings)
+    total_bytes = trial.least(device_memory(trial.device).total_bytes)
+    search = CandidateSearch(trial.batch_size, settings, sizes, model, _free_bytes(trial), total_bytes)
+    search.model = _refined(trial, search)
+    if takes_from_budget:
+        _rehearse(trial, search)
+    if lowest:
+        apart = planned_out_of_place(trial, search.model, with_scratch=settings.counts_scratch)
+        models = [search.model, *([] if apart is None else [apart])]
+        peaks = trial.share(lambda: [search.lowest_peak(model) for model in models])
+        search.settle_for_lowest(models[peaks.index(min(peaks))], min(peaks))
+    good: Result | None = None
+    num_steps = measured = 0
+    executed: dict[int, int] = {}
+    while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
+        try:
+            if good is None:
+                choice = _first_choice(trial, search, may_grow=not num_steps)
+            else:
+                choice = trial.share(search.choose)
+        except InfeasibleBudgetError:
+            if good is None:
+                raise
+            break
+        size, step = choice.batch_size, choice.step
+        if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
+            break
+        num_steps += STEPS_PER_TRIAL
+        try:
+            modules, measured = _execute(trial, size, step, settings)
+        except ValueError as error:
+            if is_too_small_for_batch_norm(error) and size != search.sizes[-1]:
+                logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
+                search.sizes = [s for s in search.sizes if s > size]
+                continue
+            raise
+        if measured == _OUT_OF_MEMORY:
+            logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
+            search.recount(_free_bytes(trial))
+            search.tighten()
+            continue
+        executed[size] = measured
+        if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
+            # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
+            search.correct(measured - max(step.timeline.memory_bytes), size)
+        if measured <= choice.budget_bytes or lowest:
+            trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
+            plain = search.plain_peak(size)
+            budget = max(measured, choice.budget_bytes)
+            result = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason)
+            could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
+            if lowest or good is not None or not could_improve:
+                return result, modules
+            good = result
+        uninstall(modules)
+        search.recount(_free_bytes(trial))
+        if good is None and num_steps + 2 * STEPS_PER_TRIAL > MOST_STEPS:
+            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
+    if good is not None:
+        return good, install(trial, good.batch_size, good.step)
+    found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
+    raise InfeasibleBudgetError(
+        f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the "
+        f"last time at {found}: raise memory_budget",
+        minimum_bytes=measured,
+    )
+
+
+def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
+    """What to execute; in-place activations are planned as operations of their own where that lets a step fit.
+
+    That is where nothing fits otherwise, and where it leads to a larger size.
+
+    Args:
+        trial: The training step.
+        search: What is known; it goes on with the model of the choice.
+        may_grow: Whether to look for a larger size that way, where the largest is asked for.
+
+    Raises:
+        InfeasibleBudgetError: Nothing fits either way; of the two errors that with the lower peak.
+    """
+    own, choice, error = search.model, None, None
+    try:
+        choice = trial.share(search.choose)
+        if not may_grow or search.settings.objective == "throughput" or choice.batch_size == search.sizes[-1]:
+            return choice
+    except InfeasibleBudgetError as caught:
+        error = caught
+    apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
+    size = None if choice is None else choice.batch_size
+    # Measured scratch is not the same on every rank: by their own floors some would search again and others not.
+    if apart is not None and (size is None or trial.share(lambda: _has_lower_floor(apart, own, size))):
+        search.exchange(apart)
+        try:
+            other = trial.share(search.choose)
+            if choice is None or other.batch_size > choice.batch_size:
+                logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
+                return other
+        except InfeasibleBudgetError as caught:
+            error = min(error or caught, caught, key=lambda e: e.minimum_bytes)
+        search.exchange(own)
+    if choice is None:
+        assert error is not None, "neither a choice nor a reason"
+        raise error
+    return choice
+
+
+def _has_lower_floor(apart: StepModel, own: StepModel, size: int) -> bool:
+    """Whether a region out of place may go noticeably lower than in place."""
+    ours, theirs = apart.graphs_at(size), own.graphs_at(size)
+    return any(find_floor(ours[k]).bytes < _NOTICEABLY * find_floor(theirs[k]).bytes for k in apart.planned or ())
+
+
+def _free_bytes(trial: Trial) -> int:
+    """What every rank has for the step now, what is alive of it already included."""
+    return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
+
+
+def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tuple[list[nn.Module], int]:
+    """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it."""
+    modules: list[nn.Module] = []
+    try:
+        modules = install(trial, size, step)
+        measured = trial.measure(size, with_scratch=settings.counts_scratch)
+    except BaseException as error:
+        uninstall(modules)
+        if not is_out_of_memory(error):
+            raise
+        measured = _OUT_OF_MEMORY
+    most = -trial.least(-measured)
+    if most == _OUT_OF_MEMORY:
+        uninstall(modules)
+        gc.collect()
+        if trial.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [], most
+    return modules, most
+
+
+def _warm_up(model: StepModel, settings: Settings) -> None:
+    """Lets planner and plots take what they keep of the machine's memory (code) before the rest is counted."""
+    load_plotting()
+    for graph in model.graphs_at(model.line.large if model.line is not None else 1).values():
+        with suppress(InfeasibleBudgetError):
+            plan(graph, 0, settings.planner)
+
+
+def _rehearse(trial: Trial, search: CandidateSearch) -> None:
+    """Plans and rewrites once, for what that keeps of the machine's memory, and counts again what is free."""
+    with suppress(InfeasibleBudgetError):
+        choice = trial.share(search.choose)
+        uninstall(install(trial, choice.batch_size, choice.step))
+    search.recount(_free_bytes(trial))
+
+
+def _model(trial: Trial, sizes: Sequence[int], settings: Settings) -> StepModel:
+    if len(sizes) > 1:
+        large = max(4, min(trial.batch_size, _LARGEST_PROFILE))
+        sizes = (large // 2, large)
+    return model_step(trial, sizes, with_scratch=settings.counts_scratch)
+
+
+def _refined(trial: Trial, search: CandidateSearch) -> StepModel:
+    """The model, profiled at larger sizes where the loader's is small and the plain step of larger ones fits.
+
+    Next to nothing is measured at a batch of two but what it costs to call an operation.
+    """
+    line = search.model.line
+    if line is None:
+        return search.model
+    large = line.large
+    while large < min(_LARGEST_PROFILE, search.sizes[-1]) and search.plain_peak(2 * large) <= search.budget(2 * large):
+        large *= 2
+    large = trial.least(large)
+    if large == line.large:
+        return search.model
+    return model_step(trial, (large // 2, large), with_scratch=search.settings.counts_scratch)
+
+
+def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:
+    """The batch sizes that the settings allow, ascending.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if settings.batch_size == "keep":
+        return [trial.batch_size]
+    if settings.batch_size != "auto":
+        return [settings.batch_size]
+    step = settings.multiple_of
+    least = -(-settings.min_batch_size // step) * step
+    most = settings.max_batch_size or trial.most_samples or _LARGEST_SIZE
+    if settings.effective_batch_size is None:
+        sizes: Sequence[int] = range(least, most + 1, step)
+    else:
+        samples, rest = divmod(settings.effective_batch_size, trial.num_devices)
+        most = min(most, samples)
+        sizes = [] if rest else [s for s in range(least, most + 1, step) if samples % s == 0]
+    if not sizes:
+        raise ValueError(
+            f"no batch size is left to consider: min_batch_size={settings.min_batch_size}, max_batch_size={most}, "
+            f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices"
+        )
+    return sizes

@@ -1,0 +1,1 @@
+"""A call of a module becomes operations."""

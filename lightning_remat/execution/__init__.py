@@ -1,0 +1,1 @@
+"""A module runs by a plan: its program, the executor, and the exchange of its forward."""

@@ -1,0 +1,1 @@
+"""Bytes and seconds: what a device has, what a block takes."""

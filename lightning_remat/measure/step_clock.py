@@ -1,0 +1,93 @@
+"""Throughput and peak memory between two log steps, without a synchronization a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .meter import Peak, measure_peak
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What happened since the last reading.
+
+    Attributes:
+        step_seconds: Wall time a step, data loading included and validation left out.
+        samples_per_second: On this device.
+        peak_bytes: Most memory alive; on the CPU during the last step of the interval, which alone is metered. None if
+            none was.
+    """
+
+    step_seconds: float
+    samples_per_second: float
+    peak_bytes: int | None
+
+
+class StepClock:
+    """Counts steps and samples between readings; stands still during validation."""
+
+    def __init__(self, device: torch.device, *, with_scratch: bool = False) -> None:
+        self.device, self._with_scratch = device, with_scratch
+        self._elapsed, self._started = 0.0, 0.0
+        self._is_running = False
+        self._num_steps = self._num_samples = 0
+        self._stack = ExitStack()
+        self._peak: Peak | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def meters_steps(self) -> bool:
+        """Whether memory has to be looked at operation by operation, step by step."""
+        return self.device.type != "cuda"
+
+    def start(self) -> None:
+        """Runs on, if it stood still."""
+        if not self._is_running:
+            self._started, self._is_running = time.perf_counter(), True
+
+    def stop(self) -> None:
+        """Stands still until the next `start`."""
+        if self._is_running:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._elapsed += time.perf_counter() - self._started
+            self._is_running = False
+
+    def meter(self, alive: Sequence[Any]) -> None:
+        """Meters memory until the next reading. CUDA's allocator always does; the CPU looks at every operation."""
+        if self.meters_steps:
+            self._peak = self._stack.enter_context(measure_peak(self.device, alive, with_scratch=self._with_scratch))
+
+    def count(self, num_samples: int) -> None:
+        """One more step."""
+        self._num_steps += 1
+        self._num_samples += num_samples
+
+    def read(self) -> Reading | None:
+        """What happened since the last reading; None if no step was counted."""
+        self.close()
+        if not self._num_steps:
+            return None
+        self.stop()
+        if self.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            peak_bytes = self._peak.peak_bytes if self._peak is not None else None
+            self._peak = None
+        seconds = max(self._elapsed, 1e-9)
+        reading = Reading(seconds / self._num_steps, self._num_samples / seconds, peak_bytes)
+        self._elapsed, self._num_steps, self._num_samples = 0.0, 0, 0
+        self.start()
+        return reading
+
+    def close(self) -> None:
+        """Ends a metering, on errors too."""
+        self._stack.close()

@@ -1,0 +1,186 @@
+"""When each value of a step is made and read: the ground that static memory allocation stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+
+IN_PLACE_KINDS = frozenset(
+    [
+        "relu",
+        "relu_",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "celu",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "gelu",
+        "mish",
+        "softplus",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "dropout",
+        "add",
+        "add_",
+        "iadd",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "scale",
+    ]
+)
+"""Operations element by element: their result may be written over an operand, and so in the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One result of one run of an operation.
+
+    Ticks count the operations of the step: forward runs, backwards, and the additions of gradients.
+
+    Attributes:
+        node: Index of the node that it belongs to.
+        kind: What it is to the node: its output, its tape or the gradient of its output.
+        size_bytes: Its size.
+        made: The tick of the operation that writes it.
+        uses: The ticks of the operations that read it, in order.
+        may_overwrite: Positions of the values that the operation reads and may write this one over.
+    """
+
+    node: int
+    kind: Literal["output", "tape", "gradient"]
+    size_bytes: int
+    made: int
+    uses: tuple[int, ...]
+    may_overwrite: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The last tick at which it must exist."""
+        return self.uses[-1] if self.uses else self.made
+
+
+def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Value, ...]:
+    """The values that a valid schedule makes, in the order in which it makes them.
+
+    Parameters, their gradients, workspaces and the graph's inputs are not among them: the paper counts feature maps
+    and their gradients. A view is its storage, and a gradient that an operation passes on is the one it got.
+
+    Reference: Chen et al. 2016, section 3.
+    """
+    replay = _Replay(graph)
+    for kind, n in schedule:
+        if kind == "F":
+            replay.forward(n)
+        elif kind == "B":
+            replay.backward(n)
+        elif kind == "D":
+            replay.output.pop(n)
+        else:
+            replay.tape.pop(n)
+    return tuple(
+        Value(d.node, d.kind, d.size_bytes, d.made, tuple(sorted(set(d.uses))), d.may_overwrite) for d in replay.drafts
+    )
+
+
+@dataclass(slots=True)
+class _Draft:
+    node: int
+    kind: Literal["output", "tape", "gradient"]
+    size_bytes: int
+    made: int
+    may_overwrite: tuple[int, ...]
+    uses: list[int] = field(default_factory=list[int])
+
+
+class _Replay:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.tick = -1
+        self.drafts: list[_Draft] = []
+        self.output: dict[int, int] = {}  # node -> the value that its resident output lives in
+        self.tape: dict[int, int] = {}
+        self.held: dict[int, int] = {}  # what the caller holds until the backward
+        self.has_run: set[int] = set()
+        self.gradient: dict[int, list[int]] = {}
+        self.is_backward = False
+
+    def make(self, n: int, kind: Literal["output", "tape", "gradient"], size: int, over: Iterable[int] = ()) -> int:
+        self.drafts.append(_Draft(n, kind, size, self.tick, tuple(dict.fromkeys(over))))
+        return len(self.drafts) - 1
+
+    def use(self, values: Iterable[int]) -> None:
+        for v in values:
+            self.drafts[v].uses.append(self.tick)
+
+    def forward(self, n: int) -> None:
+        graph, node = self.graph, self.graph.nodes[n]
+        self.tick += 1
+        operands = [self.output[i] for i in graph.reads[n]]
+        self.use(operands)
+        if node.storage_of is not None:
+            self.output.setdefault(n, self.output[node.storage_of])
+        else:
+            # A run makes its output even where only the tape is wanted; the second copy dies at once.
+            made = self.make(n, "output", node.output_bytes, operands if self._is_elementwise(n) else ())
+            self.output.setdefault(n, made)
+        if node.tape_bytes:
+            made = self.make(n, "tape", node.tape_bytes)
+            self.tape.setdefault(n, made)
+        if n in graph.outputs and n not in self.has_run:
+            self.held[n] = self.output[n]
+        self.has_run.add(n)
+
+    def backward(self, n: int) -> None:
+        graph, node = self.graph, self.graph.nodes[n]
+        self.tick += 1
+        if not self.is_backward:
+            self.is_backward = True
+            leaving = set(graph.outputs) or {i for i, users in enumerate(graph.users) if not users}
+            for i in sorted(leaving):
+                if graph.nodes[i].gradient_bytes != 0:
+                    self.gradient[i] = [self.make(i, "gradient", graph.gradient_bytes(i))]
+            self.tick += 1
+        self.use([self.output[i] for i in node.saved])
+        if node.tape_bytes:
+            self.use([self.tape[n]])
+        if n in self.held:
+            self.use([self.held.pop(n)])
+        arrived = self.gradient.pop(n, [])
+        if not arrived:
+            return
+        self.use(arrived)
+        passed_on = graph.shares_gradient(n)
+        receivers = [i for i in dict.fromkeys(node.inputs) if graph.nodes[i].gradient_bytes != 0]
+        is_single = sum(i not in passed_on for i in receivers) == 1  # two results would need the gradient twice
+        over = arrived if is_single and self._is_elementwise(n) else []
+        made: list[tuple[int, int]] = []
+        for i in receivers:
+            if i in passed_on:
+                made.append((i, arrived[0]))
+            else:
+                made.append((i, self.make(i, "gradient", graph.gradient_bytes(i), over)))
+        for i, value in made:
+            self._add(i, value)
+
+    def _add(self, i: int, value: int) -> None:
+        """A second contribution is added to the first one, an operation of its own."""
+        present = self.gradient.setdefault(i, [])
+        if not present or self.graph.nodes[i].num_outputs > 1:
+            present.append(value)
+            return
+        self.tick += 1
+        self.use([present[0], value])
+        present[0] = self.make(i, "gradient", self.graph.gradient_bytes(i), [present[0], value])
+
+    def _is_elementwise(self, n: int) -> bool:
+        return set(self.graph.nodes[n].kind.split("+")) <= IN_PLACE_KINDS

@@ -1,0 +1,177 @@
+"""Several regions under one budget: for each some schedules, of which the cheapest set that fits is chosen.
+
+A region is in memory twice over: its own peak while it runs, and what it holds while the others run. A planner that
+sees one region alone has no reason to hold little. It gets one more operation, therefore, which stands for the rest
+of the step: whatever is resident then is added to that operation's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..errors import InfeasibleBudgetError
+from ..lowering import lower_kept
+from ..schedules.graph import Graph, Node
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
+from .planner import plan
+from .step_memory import RegionCost, RegionPeaks, Surroundings, peaks_of_phases, region_peaks
+
+_HELD = 6
+"""Limits on what a region holds for which the planner is asked, from the least to what the plain run holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One schedule of a region.
+
+    Attributes:
+        schedule: On the region's own graph.
+        seconds: Its forward and backward.
+        peaks: What it needs while it runs, and holds while others do.
+    """
+
+    schedule: Schedule
+    seconds: float
+    peaks: RegionPeaks
+
+
+Planner = str | Callable[..., Schedule]
+
+
+def choose(
+    keys: Sequence[str],
+    graphs: Mapping[str, Graph],
+    budget_bytes: int,
+    planner: Planner,
+    surroundings: Surroundings,
+    **options: Any,
+) -> dict[str, Schedule]:
+    """A schedule for each region, such that the step stays within the budget where that is possible.
+
+    Starting from the plain run, the exchange that saves the most excess memory for its seconds is made until the step
+    fits; what was exchanged in vain is taken back. Where it does not come to fit, the lowest peak is returned.
+    """
+    known: dict[Graph, Graph] = {}
+    menus: dict[str, tuple[Option, ...]] = {}
+    for key, graph in graphs.items():
+        alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
+        menus[key] = _options(alike, planner, surroundings.is_accumulating, tuple(sorted(options.items())))
+    search = _Search(tuple(keys), graphs, menus, surroundings)
+    chosen = search.reduced(budget_bytes)
+    if search.excess(chosen, budget_bytes):
+        lowest = (search.reduced(0), search.least(lambda p: p.held_bytes), search.least(lambda p: p.most_bytes))
+        chosen = min(lowest, key=search.peak)
+    return {key: option.schedule for key, option in search.relaxed(chosen, budget_bytes).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    keys: tuple[str, ...]
+    graphs: Mapping[str, Graph]
+    menus: Mapping[str, tuple[Option, ...]]
+    surroundings: Surroundings
+
+    def phases(self, chosen: Mapping[str, Option]) -> list[int]:
+        calls = [(key, self.graphs[key], chosen[key].peaks) for key in self.keys]
+        return peaks_of_phases(calls, self.surroundings)
+
+    def peak(self, chosen: Mapping[str, Option]) -> int:
+        return max(self.phases(chosen))
+
+    def excess(self, chosen: Mapping[str, Option], budget_bytes: int) -> int:
+        return sum(max(0, peak - budget_bytes) for peak in self.phases(chosen))
+
+    def least(self, measure: Callable[[RegionPeaks], int]) -> dict[str, Option]:
+        return {key: min(menu, key=lambda o: (measure(o.peaks), o.seconds)) for key, menu in self.menus.items()}
+
+    def reduced(self, budget_bytes: int) -> dict[str, Option]:
+        chosen = {key: min(menu, key=lambda o: o.seconds) for key, menu in self.menus.items()}
+        excess = self.excess(chosen, budget_bytes)
+        while excess:
+            best: tuple[float, int, str, Option] | None = None
+            for key, menu in self.menus.items():
+                for option in menu:
+                    left = self.excess({**chosen, key: option}, budget_bytes)
+                    if left < excess:
+                        rate = (excess - left) / max(option.seconds - chosen[key].seconds, 1e-12)
+                        if best is None or rate > best[0]:
+                            best = rate, left, key, option
+            if best is None:
+                break
+            _, excess, key, option = best
+            chosen[key] = option
+        return chosen
+
+    def relaxed(self, chosen: dict[str, Option], budget_bytes: int) -> dict[str, Option]:
+        """The same with faster options where these do not exceed the budget by more."""
+        excess = self.excess(chosen, budget_bytes)
+        for key, menu in self.menus.items():
+            for option in sorted(menu, key=lambda o: o.seconds):
+                if option.seconds >= chosen[key].seconds:
+                    break
+                if self.excess({**chosen, key: option}, budget_bytes) <= excess:
+                    chosen = {**chosen, key: option}
+                    break
+        return chosen
+
+
+def _without_seconds(graph: Graph) -> Graph:
+    nodes = (replace(node, forward_seconds=0.0, backward_seconds=0.0) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+@lru_cache(maxsize=64)
+def _options(
+    graph: Graph, planner: Planner, is_accumulating: bool, options: tuple[tuple[str, Any], ...]
+) -> tuple[Option, ...]:
+    """The plain run and the planner's answers to limits on the region's peak and on what it holds."""
+
+    def option(schedule: Schedule) -> Option:
+        peaks = region_peaks(RegionCost("", graph, schedule), is_accumulating)
+        return Option(schedule, simulate(graph, schedule).seconds, peaks)
+
+    def ask(peak_bytes: int, rest_bytes: int) -> None:
+        """A schedule with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step."""
+        extended = _with_rest(graph, rest_bytes)
+        try:
+            made = plan(extended, fixed + peak_bytes, planner, **dict(options))
+        except InfeasibleBudgetError as error:
+            try:
+                made = plan(extended, int(error.minimum_bytes), planner, **dict(options))
+            except InfeasibleBudgetError:  # what it said to be its lowest peak is not: nothing to learn here
+                return
+        schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))
+        found.setdefault(str(schedule), option(schedule))
+
+    fixed = graph.static_bytes + graph.input_bytes
+    plain = option(lower_kept(graph, range(len(graph.nodes))))
+    found = {str(plain.schedule): plain}
+    least = sum(graph.nodes[graph.roots[n]].output_bytes for n in graph.outputs)
+    most = plain.peaks.held_bytes
+    for i in range(_HELD):
+        held = least + (most - least) * i // _HELD
+        ask(plain.peaks.most_bytes + held, plain.peaks.most_bytes)
+    floor = min(o.peaks.most_bytes for o in found.values())
+    for part in (0.0, 0.5):
+        ask(int(part * floor), 0)
+        ask(int(part * floor), int(part * floor) - least)
+    return tuple(found.values())
+
+
+def _with_rest(graph: Graph, rest_bytes: int) -> Graph:
+    """The graph and one operation more, which reads the outputs and needs so many bytes."""
+    rest = Node(
+        "the rest of the step",
+        inputs=graph.outputs,
+        saved=graph.outputs,
+        forward_seconds=1e-9,
+        backward_seconds=1e-9,
+        forward_workspace_bytes=max(0, rest_bytes),
+        backward_workspace_bytes=max(0, rest_bytes),
+        gradient_bytes=1,
+    )
+    return replace(graph, nodes=(*graph.nodes, rest), outputs=(len(graph.nodes),))

@@ -1,0 +1,1 @@
+"""Operations become a graph of bytes and seconds."""

@@ -1,0 +1,391 @@
+"""Measures every operation of a traced module, forward and backward, one by one: a `Graph` of bytes and seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture.decisions import call_key, decides_alike
+from ..capture.recording import buffers_apart
+from ..capture.tracer import TracedModule
+from ..measure.cost_model import CostCounter
+from ..measure.meter import Peak, measure_growth
+from ..measure.stopwatch import Stopwatch
+from ..measure.tensor_bytes import logical_bytes, storage_bytes
+from ..module_state.ambient import casts_apart
+from ..module_state.hooks import silenced_tensor_hooks
+from ..module_state.nesting import tensors_in
+from ..module_state.plain_tensors import tensor_attributes
+from ..module_state.python_state import PythonState
+from ..module_state.random_state import RandomState
+from ..operations.evaluation import attribute, call, detached, evaluate
+from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
+from ..schedules.graph import Graph, Node
+from .gradient_owners import GradientOwners
+from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
+from .layouts import Layouts, gradient_layouts
+
+
+def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bool = False, **kwargs: Any) -> Graph:
+    """The traced operations with their costs on these inputs.
+
+    Every operation runs alone, its backward right after its forward, so that no more memory is alive than a forward
+    without gradients needs. Bytes are exact for what autograd keeps. Seconds are those of the fastest run on the device
+    of the inputs, or estimates from operation counts on fake tensors. The runs of one operation lie passes over all
+    operations apart, so that a moment in which the machine is busy elsewhere spoils one of them and not all.
+
+    Args:
+        traced: What `trace` returned; its module, buffers, gradients, random states and flags stay as they are.
+        *args: Inputs of the sizes to profile.
+        repeats: Timed passes over the operations; fewer where they take longer than ten seconds.
+        with_scratch: Whether workspaces on the CPU include the memory that kernels use beside tensors.
+        **kwargs: Keyword inputs.
+
+    Returns:
+        A graph with one node for each operation.
+
+    Raises:
+        ValueError: The inputs do not have the structure that was traced.
+    """
+    tensors = tensors_in((args, kwargs))
+    placeholders = [n for n in traced.fx_graph.nodes if n.op == "placeholder"]
+    if len(tensors) != len(placeholders):
+        raise ValueError(f"profile got {len(tensors)} input tensors, the module was traced with {len(placeholders)}")
+    if call_key(tensors) != traced.call_key and not decides_alike(traced.module, traced.decisions, tensors):
+        raise ValueError(
+            f"{type(traced.module).__name__} decides on inputs of these sizes or types otherwise than on those that it "
+            "was traced with. Remedy: trace it with these"
+        )
+    fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
+    with ExitStack() as stack:
+        stack.enter_context(casts_apart())
+        if fake is not None:
+            stack.enter_context(fake.fake_mode)
+        else:
+            stack.callback(RandomState({t.device for t in tensors if t.device.type != "cpu"}).put_back)
+        stack.callback(PythonState(traced.module).put_back)
+        stack.enter_context(buffers_apart(traced.module))
+        stack.enter_context(silenced_tensor_hooks(traced.module))
+        stack.enter_context(torch.enable_grad())
+        values: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
+        layouts = gradient_layouts(traced, tensors)
+        profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
+        if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
+            for n in range(len(traced.operations)):
+                profiler.measure(n)
+            profiler.start_over()
+        nodes = [profiler.measure(n) for n in range(len(traced.operations))]
+        nodes = profiler.owners.settled(nodes)
+        if fake is None:
+            nodes = profiler.timed(nodes, repeats)
+    return Graph(
+        nodes,
+        input_bytes=storage_bytes(tensors),
+        static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
+        outputs=traced.outputs,
+    )
+
+
+class _Profiler:
+    """Goes through the operations in order; holds the values that later ones still read."""
+
+    def __init__(
+        self,
+        traced: TracedModule,
+        values: dict[fx.Node, Any],
+        layouts: Layouts,
+        *,
+        is_fake: bool,
+        with_scratch: bool,
+    ) -> None:
+        self.traced, self.given, self.layouts = traced, values, layouts
+        self.module, self.operations = traced.module, traced.operations
+        self.start_over()
+        tensors = list(values.values())
+        self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        attributes = (t for _, t in tensor_attributes(self.module))
+        owned = [*self.module.parameters(), *self.module.buffers(), *attributes, *tensors]
+        self.metered_device = torch.device("cpu") if is_fake else self.device
+        # CUDA's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
+        self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
+        self.external = {key for t in owned if (key := storage_key(t)) is not None}
+        self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
+        self.last_reader: dict[fx.Node, int] = {}
+        for n, operation in enumerate(self.operations):
+            self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
+
+    def start_over(self) -> None:
+        """Back to the inputs, before the first operation."""
+        self.values = dict(self.given)
+        self.constants_pending = list(self.traced.constants)
+        self.owners = GradientOwners.of(map(self._own_tensors, range(len(self.operations))))
+
+    def _own_tensors(self, n: int) -> list[Tensor]:
+        """Parameters and inputs of the region that operation n reads and that have gradients."""
+        found: dict[int, Tensor] = {}
+        for part in self.operations[n].parts:
+            if part.op == "call_module":
+                found |= {id(p): p for p in self.module.get_submodule(str(part.target)).parameters()}
+            for i in part.all_input_nodes:
+                value = attribute(self.module, str(i.target)) if i.op == "get_attr" else self.values.get(i)
+                if i.op in ("get_attr", "placeholder") and isinstance(value, Tensor):
+                    found[id(value)] = value
+        return [t for t in found.values() if t.requires_grad]
+
+    def measure(self, n: int) -> Node:
+        """Runs operation n alone and tells what it costs."""
+        operation = self.operations[n]
+        self._note_constants()
+        inputs: dict[fx.Node, Any] = {}
+        counter = CostCounter(self.device)
+        with self._growth() as growth, counter:
+            values, store = self._run(n, inputs)
+        leaves = tensors_of(values)
+        self.leaves[n] = [Leaf.of(t) for t in leaves]
+        sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
+        read = self.external | {leaf.key for i in operation.inputs for leaf in self.leaves[i]}
+        tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
+        made_bytes = storage_bytes(leaves, read)
+        # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
+        output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.external)
+        tape_bytes = storage_bytes(tape, read | {leaf.key for leaf in self.leaves[n]})
+        node = Node(
+            name=operation.name,
+            kind=operation.kind,
+            inputs=operation.inputs,
+            saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
+            output_bytes=output_bytes,
+            tape_bytes=tape_bytes,
+            forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
+            storage_of=operation.view_of if not output_bytes else None,
+            is_random=operation.is_random,
+            mutates=operation.mutates,
+            gradient_bytes=logical_bytes(t for t in leaves if t.requires_grad),
+            shares_gradient=(),
+            num_outputs=max(1, len(leaves)),
+        )
+        for part, value in zip(operation.outputs, values, strict=True):
+            self.values[part] = detached(value)
+        del leaves, tape
+        backward_seconds = 0.0
+        if node.gradient_bytes:
+            node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
+        del values, store
+        self._free(n)
+        return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
+
+    def _scratch_bytes(self, n: int) -> int:
+        """A recomputation writes into copies of the buffers that the first run wrote."""
+        return storage_bytes(attribute(self.module, name) for name in self.operations[n].mutates)
+
+    def _measure_backward(
+        self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
+    ) -> tuple[Node, float]:
+        """The node with the fields that its backward decides, and estimated seconds."""
+        inner, own = self._targets(n, inputs)
+        targets = [t for t, _ in inner] + own
+        producers = [p for _, p in inner]
+        has_several = has_several_backwards(tensors_of(values))
+        probe = self._probe(n, values, targets)
+        with self._growth() as growth, CostCounter(self.device) as counter:
+            probe.run()
+        gradients = probe.gradients
+        fresh = {
+            p
+            for p, gradient, passed in zip(producers, gradients, probe.passed_on, strict=False)
+            if gradient is not None and not passed
+        }
+        contributions = logical_bytes(
+            g for g, p in zip(gradients, producers, strict=False) if g is not None and p in fresh
+        )
+        here = [(t, g) for t, g in zip(own, gradients[len(inner) :], strict=True) if g is not None]
+        for t, g in here:
+            self.owners.note(n, t, logical_bytes([g]))
+        parameter_bytes = storage_bytes(g for t, g in here if isinstance(t, nn.Parameter))
+        input_bytes = storage_bytes(g for t, g in here if not isinstance(t, nn.Parameter))
+        accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
+        adding = [t for t in self.owners.added_to(n, own) if any(t is made for made, _ in here)]
+        added_bytes = storage_bytes(g for t, g in here if any(t is a for a in adding))
+        del probe, gradients, here
+        again = partial(self._growth_again, n, inputs, targets)
+        reads_own = bool(node.tape_bytes) or n in node.saved
+        costs = partial(_backward_costs, has_several=has_several, reads_own=reads_own)
+        if adding:
+            adds = partial(again, adding=adding)
+            self.owners.note_costs(n, adding, costs(adds, adds(), accounted - added_bytes))
+        node = replace(
+            node,
+            parameter_bytes=parameter_bytes,
+            input_gradient_bytes=input_bytes,
+            shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
+            **costs(again, growth.peak_bytes, accounted),
+        )
+        return node, counter.seconds
+
+    def _growth_again(
+        self,
+        n: int,
+        inputs: dict[fx.Node, Any],
+        targets: list[Tensor],
+        *,
+        releases: bool = False,
+        holds: bool = False,
+        adding: Collection[Tensor] = (),
+    ) -> int:
+        """Growth of memory in the backward.
+
+        Args:
+            n: The operation.
+            inputs: Its inputs.
+            targets: What its backward makes gradients of.
+            releases: Whether the output and the tape go when they have been read.
+            holds: Whether the gradient of the output does not.
+            adding: Targets whose gradients go as soon as they are made, added to what is there.
+        """
+        values, store = self._run(n, inputs)
+        probe = self._probe(n, values, targets, holds=holds, adding=adding)
+        if not releases:
+            with self._growth() as growth:
+                probe.run()
+            return growth.peak_bytes
+        read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
+        going = [t for t in store.tensors if storage_key(t) not in read]
+        del values
+        with self._growth(going) as growth:
+            going.clear()
+            store.hand_over()
+            probe.run()
+        return growth.peak_bytes
+
+    def _probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
+        return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
+
+    def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
+        return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
+
+    def _targets(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[tuple[Tensor, int]], list[Tensor]]:
+        """Tensors with gradients: those that operations made, with their producer, and parameters and inputs."""
+        inner = [
+            (t, self.traced.producer[i])
+            for i, value in inputs.items()
+            if i in self.traced.producer
+            for t in tensors_of([value])
+            if t.requires_grad
+        ]
+        return inner, self._own_tensors(n)
+
+    def _run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
+        store = SavedStore()
+
+        def fetch(node: fx.Node) -> Any:
+            if node not in inputs:
+                inputs[node] = self._input(node)
+            return inputs[node]
+
+        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+            return evaluate(self.module, self.operations[n], fetch, is_first=False), store
+
+    def _input(self, node: fx.Node) -> Any:
+        producer = self.traced.producer.get(node)
+        if producer is None:
+            return self.values[node]
+        value = detached(self.values[node])
+        index = 0
+        for k, part in enumerate(self.operations[producer].outputs):
+            if part is node:
+                break
+            index += len(tensors_of([self._value_shape(producer, k)]))
+        for k, t in enumerate(tensors_of([value])):
+            if self.leaves[producer][index + k].requires_grad:
+                t.requires_grad_()
+        return value
+
+    def _value_shape(self, producer: int, k: int) -> Any:
+        return self.values.get(self.operations[producer].outputs[k])
+
+    def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
+        """The nodes with the least seconds that each took in some passes over all of them."""
+        best = [(math.inf, math.inf)] * len(nodes)
+        start = time.perf_counter()
+        for k in range(repeats):
+            if k and time.perf_counter() - start > _TIMING_SECONDS:
+                break
+            self.start_over()
+            seconds = [self._time(n) for n in range(len(nodes))]
+            best = [(min(f, g), min(b, c)) for (f, b), (g, c) in zip(best, seconds, strict=True)]
+        return tuple(replace(n, forward_seconds=f, backward_seconds=b) for n, (f, b) in zip(nodes, best, strict=True))
+
+    def _time(self, n: int) -> tuple[float, float]:
+        """Seconds of one forward and one backward of operation n."""
+        self._note_constants()
+        inputs: dict[fx.Node, Any] = {}
+        watch = Stopwatch(self.device)
+        with watch:
+            values, store = self._run(n, inputs)
+        forward_seconds, backward_seconds = watch.seconds, 0.0
+        if any(t.requires_grad for t in tensors_of(values)):
+            inner, own = self._targets(n, inputs)
+            probe = self._probe(n, values, [t for t, _ in inner] + own)
+            store.hand_over()
+            with watch:
+                probe.run()
+            backward_seconds = watch.seconds
+        for part, value in zip(self.operations[n].outputs, values, strict=True):
+            self.values[part] = detached(value)
+        self._free(n)
+        return forward_seconds, backward_seconds
+
+    def _note_constants(self) -> None:
+        """Evaluates the shapes that have become known."""
+        waiting: list[fx.Node] = []
+        for constant in self.constants_pending:
+            if all(i in self.values or i.op == "get_attr" for i in constant.all_input_nodes):
+                self.values[constant] = call(self.module, constant, self.values.__getitem__, is_first=False)
+            else:
+                waiting.append(constant)
+        self.constants_pending = waiting
+
+    def _free(self, n: int) -> None:
+        """Drops the values that nobody reads any more."""
+        self._note_constants()
+        pending = {i for constant in self.constants_pending for i in constant.all_input_nodes}
+        for node in [i for i in self.values if i in self.traced.producer]:
+            if self.last_reader.get(node, -1) <= n and node not in pending:
+                del self.values[node]
+
+
+def _backward_costs(
+    growth: Callable[..., int], peak_bytes: int, accounted_bytes: int, *, has_several: bool, reads_own: bool
+) -> dict[str, Any]:
+    """The fields of a node that say what its backward needs beyond the gradients that it is given and makes.
+
+    Args:
+        growth: Growth of memory in the backward, by how it is run (`_growth_again`).
+        peak_bytes: That where nothing is held or released.
+        accounted_bytes: Those gradients.
+        has_several: Whether it consists of several operations.
+        reads_own: Whether it reads its output or tape.
+    """
+    alone = max(peak_bytes, accounted_bytes)
+    shared = max(alone, growth(holds=True)) if has_several else alone
+    release = max(0, alone - growth(releases=True)) if reads_own else 0
+    shared_release = max(0, shared - growth(releases=True, holds=True)) if has_several and reads_own else release
+    return {
+        "backward_workspace_bytes": alone - accounted_bytes,
+        "backward_release_bytes": release,
+        "backward_shared_bytes": shared - alone,
+        "backward_shared_release_bytes": shared_release,
+    }
+
+
+_TIMING_SECONDS = 10.0
+"""After which no further pass over the operations begins."""

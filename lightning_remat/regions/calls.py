@@ -1,0 +1,230 @@
+"""Which submodules to rewrite: those that the training step calls, the one with the batch first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..measure.meter import tensor_storage
+from ..module_state.ambient import Ambient
+from ..module_state.nesting import flatten, tensors_in
+from ..operations.saved_tensors import storage_key
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One outermost call of a submodule during a training step.
+
+    Attributes:
+        name: The submodule's name in the root module; empty for the root itself.
+        module: The submodule.
+        args: Positional arguments; tensors are detached and keep `requires_grad`.
+        kwargs: Keyword arguments, likewise.
+        ambient: The settings (autocast) under which it was called.
+        outputs: The storages that it returned; dead once nobody holds them.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ambient: Ambient
+    outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a step was seen to do when it was looked through.
+
+    Attributes:
+        calls: The chosen calls, in order.
+        saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
+    """
+
+    calls: list[Call]
+    saved_bytes: int
+
+
+class NoCallError(ValueError):
+    """A step calls nothing that rematerialization can serve."""
+
+
+def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module and all below it under all their names."""
+    return list(cast(Any, root).named_modules(remove_duplicate=False))
+
+
+def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> View:
+    """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
+
+    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
+    where submodules are named, those of their calls that return something to differentiate. Where the root's own
+    `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
+    so a step that does not fit can be looked through.
+
+    Args:
+        root: The module whose submodules are watched.
+        step: Runs the forward of one training step.
+        modules: Submodules, or their names, to watch instead of the outermost ones.
+
+    Raises:
+        NoCallError: The step makes no such call.
+        ValueError: `modules` names what the root does not have.
+    """
+    names = {m: name for name, m in reversed(submodules(root))}
+    watched = _resolve(root, names, modules)
+    top = _Frame(root, (), {})  # stands for the step itself
+    frames = [top]
+    between = _SavedBetween([*root.parameters(), *root.buffers()])
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frames.append(frames[-1].call(module, args, kwargs, is_outermost=len(frames) == 1))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        frames.pop().leave(output)
+
+    handles: list[Any] = []
+    try:
+        for module in watched:
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t: between.note(t, _outputs_of(top.children)) if len(frames) == 1 else None, _unpack_nothing
+            ),
+        ):
+            step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    chosen = [frame for frame in top.children if frame.is_differentiable]
+    if modules is None:
+        chosen = [_through(frame) for frame in chosen if frame.is_trainable]
+    if not chosen:
+        what = "none of modules=" if modules is not None else "no submodule with parameters to train"
+        raise NoCallError(
+            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
+            f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
+        )
+    calls = [
+        Call(names[f.module], f.module, detached(f.args), detached(f.kwargs), f.ambient, f.outputs) for f in chosen
+    ]
+    return View(calls, between.bytes_beside(calls))
+
+
+def _unpack_nothing(nothing: None) -> Tensor:
+    del nothing
+    raise RuntimeError("backward through a step that was only looked through")
+
+
+class _SavedBetween:
+    """What the code outside the chosen calls saves for its backward; none of it is held."""
+
+    def __init__(self, owned: list[Tensor]) -> None:
+        self.owned = {key for t in owned if (key := storage_key(t)) is not None}
+        self.noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.gone_bytes = 0
+
+    def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
+        """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""
+        storage, key = tensor_storage(tensor), storage_key(tensor)
+        if storage is None or key is None or key in self.owned or any(r() is storage for r in returned):
+            return
+        known = self.noted.get(key)
+        if known is not None and known[0]() is storage:
+            return
+        if known is not None:  # it has died, and its place was taken
+            self.gone_bytes += known[1]
+        self.noted[key] = weakref.ref(storage), storage.nbytes()
+
+    def bytes_beside(self, calls: Sequence[Call]) -> int:
+        """Bytes of all that was noted and is not an input of the calls."""
+        inputs = [t for call in calls for t in tensors_in((call.args, call.kwargs))]
+        held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
+        return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
+
+
+class _Frame:
+    """A call on the stack of calls, with the watched calls inside it.
+
+    Only the outermost calls, and those that merely get an outermost one's arguments, hold tensors.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        types = {t.device.type for t in tensors_in((args, kwargs))}
+        self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
+        self.children: list[_Frame] = []
+        self.is_handed_on = False  # gets just what its caller got
+        self.is_trainable = self.is_differentiable = False
+        self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
+        self._output: Callable[[], Any] = _nothing
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
+        mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
+        is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
+        holds = is_outermost or is_handed_on
+        frame = _Frame(module, args if holds else (), kwargs if holds else {})
+        frame.is_handed_on = is_handed_on
+        self.children.append(frame)
+        return frame
+
+    def leave(self, output: Any) -> None:
+        has_parameters = any(p.requires_grad for p in self.module.parameters())
+        tensors = tensors_in(output)
+        self.is_differentiable = any(t.requires_grad for t in tensors)
+        self.is_trainable = has_parameters and self.is_differentiable
+        self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
+        if isinstance(output, Tensor):
+            # Where the only call inside returned the very same tensor, this one does nothing of its own.
+            inner = self.children[0]._output() if len(self.children) == 1 else None
+            self.is_mere_caller = inner is output
+            self._output = weakref.ref(output)
+
+    is_mere_caller = False
+
+
+def _nothing() -> None:
+    return None
+
+
+def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:
+    return [r for frame in frames for r in frame.outputs]
+
+
+def _through(frame: _Frame) -> _Frame:
+    """The call that a `forward` merely passes on to, where it does nothing else."""
+    while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_trainable:
+        frame = frame.children[0]
+    return frame
+
+
+def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
+    if modules is None:
+        return list(names)
+    by_name = dict(submodules(root))
+    resolved: list[nn.Module] = []
+    for item in modules:
+        module = by_name.get(item) if isinstance(item, str) else item
+        if module is None or module not in names:
+            raise ValueError(f"modules names {item!r}, which is no submodule of {type(root).__name__}")
+        resolved.append(module)
+    for outer in resolved:
+        for inner in resolved:
+            if inner is not outer and any(inner is m for m in outer.modules()):
+                raise ValueError(f"modules names {names[outer]!r} and {names[inner]!r}, which lies inside it: name one")
+    return resolved
+
+
+def detached(value: Any) -> Any:
+    """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`."""
+    leaves, structure = flatten(value)
+    cut = (leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return structure.build(cut)

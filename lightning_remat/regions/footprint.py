@@ -1,0 +1,110 @@
+"""Bytes of what is alive beside the rewritten regions: batch, other parameters, optimizer state and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..measure.meter import measure_peak, tensor_storage
+from ..measure.stopwatch import Stopwatch
+from ..module_state.nesting import tensors_in
+from .calls import Call, View
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of the tensors, each counted once."""
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor_storage(t) for t in tensors)
+    return {s._cdata: s.nbytes() for s in storages if s is not None}  # pyright: ignore[reportPrivateUsage]
+
+
+def alive_bytes(module: nn.Module, device: torch.device) -> int:
+    """Bytes alive on the device: what CUDA's allocator counts, on the CPU the module's parameters and buffers."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return storage_bytes([*module.parameters(), *module.buffers()])
+
+
+def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of the optimizers' states."""
+    return [t for optimizer in optimizers for t in tensors_in(list(cast(Any, optimizer.state).values()))]
+
+
+class OptimizerFootprint(NamedTuple):
+    """What the optimizers cost.
+
+    Attributes:
+        state_bytes: Their states.
+        step_bytes: The peak of their steps, with parameters, buffers and gradients.
+        step_seconds: Duration of their steps.
+    """
+
+    state_bytes: int
+    step_bytes: int
+    step_seconds: float
+
+
+def optimizer_footprint(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> OptimizerFootprint:
+    """What the optimizers cost, found by steps on gradients of zero; the caller restores what they change."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+    step_bytes = 0
+    for optimizer in optimizers:
+        with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
+            cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
+        step_bytes = max(step_bytes, measured.peak_bytes)
+    watch = Stopwatch(device)
+    with watch:  # not the first step, which makes the states
+        for optimizer in optimizers:
+            cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
+    return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
+
+
+def _zero_loss() -> Tensor:
+    return torch.zeros(())
+
+
+def outside_bytes(module: nn.Module, view: View, batch: Sequence[Tensor]) -> int:
+    """What is alive beside the regions of a step, less what these count more than once; may be negative.
+
+    That is parameters (with gradients), buffers and batch that no region holds, and what the code between the regions
+    saves.
+    """
+    inside: list[Tensor] = []
+    for call in view.calls:
+        inside += [*call.module.parameters(), *call.module.buffers(), *tensors_in((call.args, call.kwargs))]
+    known = _storages(inside)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    outside = _storages([*module.parameters(), *module.buffers(), *batch])
+    gradients = _storages(parameters)
+    owned = sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)
+    return owned + view.saved_bytes - _counted_twice_bytes(view.calls)
+
+
+def _counted_twice_bytes(calls: Sequence[Call]) -> int:
+    """What the regions of a step count more than once when each counts its parameters, buffers and inputs.
+
+    An input that another region returned is counted there; parameters and inputs may be shared.
+    """
+    modules = dict.fromkeys(call.module for call in calls)
+    owned = [[*m.parameters(), *m.buffers()] for m in modules]
+    seen = _storages(t for tensors in owned for t in tensors)
+    counted, distinct = sum(storage_bytes(tensors) for tensors in owned), sum(seen.values())
+    for call in calls:
+        inputs = _storages(tensors_in((call.args, call.kwargs)))
+        counted += sum(inputs.values())
+        distinct += sum(size for key, size in inputs.items() if key not in seen)
+        seen |= inputs
+        seen |= {s._cdata: 0 for ref in call.outputs if (s := ref()) is not None}  # pyright: ignore[reportPrivateUsage]
+    return counted - distinct

@@ -1,0 +1,207 @@
+"""`rematerialize`: trace, profile, plan and rewrite in one call, the module as a whole or part by part."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..budget import Budget, parse_budget
+from ..capture.tracer import TracedModule, trace, trace_out_of_place
+from ..errors import InfeasibleBudgetError, TraceError
+from ..execution.rewriter import Rewriting, as_planned, checked_program, install, restore
+from ..lowering import lower_kept
+from ..measure.device_memory import device_memory
+from ..module_state.nesting import tensors_in
+from ..module_state.refusals import reason_against
+from ..plans.planner import Plan
+from ..plans.planner import plan as make_plan
+from ..profiling.profiler import profile
+from ..schedules.schedule import Schedule
+from .rewriter import rewrite_regions
+from .self_check import find_difference
+from .step_run import step_outcome
+
+logger = logging.getLogger("lightning_remat")
+
+_NO_LIMIT = 1 << 62
+
+
+def rematerialize(
+    module: nn.Module,
+    *args: Any,
+    memory_budget: Budget | None = None,
+    planner: str | Callable[..., Schedule] = "auto",
+    plan: Plan | None = None,
+    self_check: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Rewrites the module in place so that its training step peaks within the budget, with the same results.
+
+    The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
+    the outputs' gradients and everything between. `eval()` and `no_grad()` use the original forward. A plan that
+    recomputes nothing leaves the plain forward in place. A second call replaces the plan. Where the budget cannot be
+    met otherwise, in-place activations run out of place, which lets their inputs go earlier in the backward.
+
+    A module whose own forward cannot be captured is rewritten part by part: the outermost submodules that can be
+    captured share the budget, and the planned step is run once or twice, without a trace, to measure what the code
+    between them needs. `plan.rung` and `plan.reasons` tell which way was taken and why; so does the log, once.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(8)]
+    >>> module, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    >>> plan = rematerialize(module, x, memory_budget="70%", planner="periodic")
+    >>> plan.simulation.peak_bytes <= 0.7 * plan.plain.peak_bytes
+    True
+    >>> module(x).sum().backward()
+    >>> restore(module)
+
+    Args:
+        module: In training mode.
+        *args: Example inputs, real or fake tensors.
+        memory_budget: The true peak in bytes; an int, `"8GiB"`, a fraction of the device's memory, or `"50%"` of the
+            plain step's peak. None stands for what the device has free.
+        planner: A name of `PLANNERS` or a function.
+        plan: A plan made earlier for this module, which is installed without profiling.
+        self_check: Whether one step with and without the plan is compared first, bit by bit: outputs, gradients of
+            parameters and inputs, buffers, random states. On a difference a warning names the first operation that
+            differs, and the plain module is left in place; the plan returned then keeps everything.
+        **kwargs: Example keyword inputs.
+
+    Returns:
+        The plan that is in force.
+
+    Raises:
+        TraceError: Neither the module nor any part of it can be captured.
+        InfeasibleBudgetError: The planner cannot go as low.
+        ValueError: A wrong budget, planner or plan. In each case the module is as it was.
+    """
+    with Rewriting(module).replaced():
+        _check_rewritable(module)
+        budget_of = _budget(memory_budget, args, kwargs, module)
+        traced = _traced(module, args, kwargs)
+        if isinstance(traced, TraceError):
+            made = rewrite_regions(module, args, kwargs, traced, budget_of=budget_of, planner=planner, plan=plan)
+        else:
+            if plan is None:
+                traced, made = _planned(traced, args, kwargs, budget_of, planner)
+            else:
+                traced, made = as_planned(traced, args, kwargs, plan), plan
+            install(module, checked_program(traced, made), made)
+        if self_check:
+            made = _checked(module, args, kwargs, made)
+    _log(module, made)
+    return made
+
+
+def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Plan:
+    """The plan if its step is exactly the plain one; else the plan to keep everything, which is then in force."""
+    if any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+        raise ValueError("self_check compares values, which fake tensors do not have: give real inputs")
+    difference = find_difference(module, lambda: step_outcome(module, args, kwargs))
+    if difference is None:
+        return plan
+    message = f"{type(module).__name__} is left as it is: {difference}"
+    warnings.warn(message, stacklevel=4)
+    restore(module)
+    return replace(
+        plan,
+        planner="keep_all",
+        budget_bytes=max(plan.budget_bytes, plan.plain.peak_bytes),
+        schedule=lower_kept(plan.graph, range(len(plan.graph.nodes))),
+        simulation=plan.plain,
+        reasons=(*plan.reasons, message),
+        step=None,
+    )
+
+
+def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | TraceError:
+    try:
+        return trace(module, *args, **kwargs)
+    except TraceError as error:
+        return error
+
+
+def _planned(
+    traced: TracedModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budget_of: Callable[[int], int],
+    planner: str | Callable[..., Schedule],
+) -> tuple[TracedModule, Plan]:
+    """The plan and the operations that it is for: with in-place activations apart where it is infeasible otherwise.
+
+    Raises:
+        InfeasibleBudgetError: It is either way; of the two errors that with the lower peak.
+    """
+    graph = profile(traced, *args, **kwargs)
+    plain = make_plan(graph, _NO_LIMIT, "keep_all")
+    budget_bytes = budget_of(plain.peak_bytes)
+    try:
+        made = make_plan(graph, budget_bytes, planner)
+    except InfeasibleBudgetError as error:
+        apart = trace_out_of_place(traced.module, *args, **kwargs)
+        if apart is None:
+            raise
+        try:
+            made = make_plan(profile(apart, *args, **kwargs), budget_bytes, planner)
+        except InfeasibleBudgetError as other:
+            raise min(error, other, key=lambda e: e.minimum_bytes) from None
+        traced, made = apart, replace(made, plain=plain.simulation)
+    return traced, replace(made, rung=traced.rung, reasons=traced.reasons)
+
+
+def _log(module: nn.Module, plan: Plan) -> None:
+    ways = {
+        "traced": "captured as a whole",
+        "leaves": "captured as a whole, some of its parts as single operations",
+        "regions": "its own forward cannot be captured, so its parts are rematerialized one by one under one budget: "
+        + ", ".join(plan.step.plans if plan.step is not None else ()),
+    }
+    lines = [f"{type(module).__name__}: {ways.get(plan.rung, 'rewritten by a plan made earlier')}", *plan.reasons]
+    logger.info("%s", "\n  ".join(lines))
+
+
+def _check_rewritable(module: nn.Module) -> None:
+    """Refuses what cannot be rewritten; warns where the rewriting would have no effect."""
+    if (reason := reason_against(module)) is not None:
+        raise ValueError(f"cannot rematerialize: {reason}")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{type(module).__name__}.forward has been replaced on this instance, by {module.forward!r}, which would "
+            "not be captured. Remedy: undo that first, or rematerialize the submodules"
+        )
+    if not module.training:
+        warnings.warn(
+            f"{type(module).__name__} is in eval mode, in which its plain forward runs; call train() and rematerialize "
+            "again",
+            stacklevel=3,
+        )
+
+
+def _budget(
+    budget: Budget | None, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
+) -> Callable[[int], int]:
+    """The budget in bytes as a function of the plain step's peak.
+
+    Raises:
+        ValueError: It has none of the accepted forms.
+    """
+    tensors: list[Tensor] = [*tensors_in((args, kwargs)), *module.parameters()]
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+    free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)
+
+    def in_bytes(plain_peak_bytes: int) -> int:
+        if budget is None:
+            return free
+        return parse_budget(budget, plain_peak_bytes=plain_peak_bytes, device_bytes=total)
+
+    return in_bytes

@@ -1,0 +1,198 @@
+"""Rewrites the parts of a module that cannot be captured as a whole, under one budget for the whole step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..budget import format_bytes
+from ..capture.tracer import TracedModule
+from ..errors import InfeasibleBudgetError, TraceError
+from ..execution.program import Program
+from ..execution.rewriter import as_planned, checked_program, install_regions, restore
+from ..module_state.nesting import tensors_in
+from ..plans.planner import Plan
+from ..plans.step_memory import Surroundings
+from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from .calls import View, look_through
+from .footprint import outside_bytes
+from .search import find_regions, parts_of, profiled_out_of_place, traced_call
+from .step_run import step_peak, untouched
+
+_MOST_STEPS = 4
+"""Planned steps that are run at most to learn what the code between the regions needs."""
+
+
+def rewrite_regions(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: TraceError,
+    *,
+    budget_of: Callable[[int], int],
+    planner: str | Callable[..., Schedule],
+    plan: Plan | None,
+) -> Plan:
+    """The plan by which the parts of a module now run; see `rematerialize`.
+
+    Args:
+        module: Not rewritten yet.
+        args: Positional arguments of a step.
+        kwargs: Keyword arguments.
+        error: Why the module cannot be captured as a whole.
+        budget_of: The budget in bytes, given the plain step's peak.
+        planner: A name of `PLANNERS` or a function.
+        plan: A plan made earlier for this module, which is installed as it is.
+
+    Raises:
+        TraceError: No part of the module can be captured.
+        InfeasibleBudgetError: No plan fits.
+        ValueError: `plan` was made for another module.
+    """
+
+    def look(watched: Sequence[Any] | None) -> View:
+        with untouched(module, args, kwargs):
+            return look_through(module, lambda: module(*args, **kwargs), watched)
+
+    if plan is not None:
+        _install_earlier(module, look, plan, error)
+        return plan
+    regions = find_regions(look, list(parts_of(module)))
+    profiles = regions.profiled()
+    # Only where there is anything to discard.
+    graphs = {k: g for k, g in profiles.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
+    if not graphs:
+        raise TraceError(
+            f"{error}. Nor can its submodules be rematerialized one by one:{regions.tried}", where=error.where
+        ) from error
+    view = replace(regions.view, calls=[call for call in regions.view.calls if call.name in graphs])
+    parts = _Parts(
+        module,
+        args,
+        kwargs,
+        keys=tuple(call.name for call in view.calls),
+        graphs=graphs,
+        traced=regions.traced,
+        reasons=(str(error), *regions.reasons),
+    )
+    around = Surroundings(outside_bytes(module, view, tensors_in((args, kwargs))), 0, is_alone=True)
+    del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
+    try:
+        return _fitted(parts, around, budget_of, planner)
+    except InfeasibleBudgetError as infeasible:
+        restore(module)
+        apart = parts.out_of_place(look)
+        if apart is None:
+            raise
+        try:
+            return _fitted(apart, around, budget_of, planner)
+        except InfeasibleBudgetError as other:
+            raise min(infeasible, other, key=lambda e: e.minimum_bytes) from None
+
+
+def _install_earlier(
+    module: nn.Module, look: Callable[[Sequence[Any] | None], View], plan: Plan, error: TraceError
+) -> None:
+    if plan.step is None:
+        raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
+    calls = {call.name: call for call in look(list(plan.step.plans)).calls}
+    programs: dict[str, Program] = {}
+    for name, part in plan.step.plans.items():
+        call = calls[name]
+        with call.ambient.restored():
+            programs[name] = checked_program(as_planned(traced_call(call), call.args, call.kwargs, part), part)
+    install_regions(module, programs, plan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """A module taken apart, with the arguments of a step.
+
+    The plain graphs are those of the parts as they run without a plan, where what is planned is out of place.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: tuple[str, ...]
+    graphs: dict[str, Graph]
+    traced: dict[str, TracedModule]
+    reasons: tuple[str, ...]
+    plain_graphs: dict[str, Graph] | None = None
+
+    def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
+        """The same with in-place activations as operations of their own; None if there are none."""
+        traced, graphs = profiled_out_of_place(look(list(self.graphs)).calls)
+        if not traced:
+            return None
+        return replace(self, traced=self.traced | traced, graphs=self.graphs | graphs, plain_graphs=self.graphs)
+
+    def plain_peak(self, around: Surroundings) -> int:
+        """The peak of the step without a plan."""
+        return plain_timeline(self.keys, self.plain_graphs or self.graphs, around).peak_bytes
+
+    def plan(self, budget_bytes: int, planner: str | Callable[..., Schedule], around: Surroundings) -> StepPlan:
+        """A plan for each part, such that the whole step stays within the budget."""
+        return plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
+
+    def install(self, step: StepPlan, plan: Plan) -> None:
+        programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
+        install_regions(self.module, programs, plan)
+
+
+def _fitted(
+    parts: _Parts, around: Surroundings, budget_of: Callable[[int], int], planner: str | Callable[..., Schedule]
+) -> Plan:
+    """The plan by which a measured step stays within the budget, installed.
+
+    What the code between the regions needs beyond what it saves (temporaries, a loss) shows in a measured step alone:
+    the prediction is corrected by it, and the regions are planned again where that exceeds the budget or leaves room.
+    """
+    start = time.perf_counter()
+    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    good: Plan | None = None
+    budget = measured = 0
+    for number in range(_MOST_STEPS):
+        budget = budget_of(parts.plain_peak(around))
+        try:
+            step = parts.plan(budget, planner, around)
+        except InfeasibleBudgetError as error:
+            if number:
+                raise
+            # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
+            step = parts.plan(int(error.minimum_bytes), planner, around)
+        parts.install(step, step.as_plan(name))
+        measured = step_peak(parts.module, parts.args, parts.kwargs)
+        excess = measured - step.predicted_peak_bytes
+        around = around.corrected(excess)
+        step = step.corrected(excess)
+        budget = budget_of(step.plain_peak_bytes)
+        if measured <= budget:
+            is_improved = good is not None
+            good = replace(
+                step.as_plan(name, time.perf_counter() - start),
+                budget_bytes=budget,
+                rung="regions",
+                reasons=parts.reasons,
+            )
+            if is_improved or not step.num_recomputed or -excess < _WORTH_ANOTHER * measured:
+                break
+    if good is None or good.step is None:
+        raise InfeasibleBudgetError(
+            f"the planned step was run {_MOST_STEPS} times and needed {format_bytes(measured)} the last time, for a "
+            f"budget of {format_bytes(budget)}: raise memory_budget",
+            minimum_bytes=measured,
+            budget_bytes=budget,
+        )
+    parts.install(good.step, good)
+    return good
+
+
+_WORTH_ANOTHER = 0.01
+"""Room left in the budget, as a fraction of the measured peak, that is worth another plan."""

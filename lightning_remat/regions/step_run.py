@@ -1,0 +1,106 @@
+"""One forward and backward of a module that leaves no trace: what `rematerialize` measures and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..measure.meter import measure_growth
+from ..module_state.nesting import tensors_in
+from ..module_state.preserve import preserved_random, record
+from .calls import detached
+from .footprint import storage_bytes
+
+
+@contextmanager
+def untouched(module: nn.Module, *inputs: Any) -> Generator[None]:
+    """What the block does to buffers, attributes, gradients and random states is undone; parameters stay as they are.
+
+    Args:
+        module: What the block calls.
+        *inputs: What it is called with; where these are fake tensors, the block runs in their mode.
+    """
+    put_back = record([module], with_parameters=False)
+    fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
+    with preserved_random() if fake is None else nullcontext():  # fake operations draw nothing
+        try:
+            with torch.enable_grad(), nullcontext() if fake is None else fake.fake_mode:
+                yield
+        finally:
+            put_back()
+
+
+class _Loss(torch.autograd.Function):
+    """Holds the outputs until their backward, then makes a gradient for each, as a loss does."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient_of: Callable[[Tensor], Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradient_of = gradient_of
+        ctx.save_for_backward(*outputs)
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(ctx.gradient_of(t) for t in ctx.saved_tensors)
+
+
+def run_backward(
+    outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the targets; nothing is added to `.grad`, and no hook of an accumulation fires.
+
+    Args:
+        outputs: Emptied, so that they live no longer than in a training step.
+        targets: Parameters and inputs with gradients.
+        gradient_of: The gradient of an output.
+    """
+    loss = _Loss.apply(gradient_of, *outputs)
+    outputs.clear()
+    return torch.autograd.grad(loss, targets, allow_unused=True)  # pyright: ignore[reportArgumentType]
+
+
+def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """All that one forward and backward produce, by name; undone afterwards."""
+    args, kwargs = detached((args, kwargs))
+    inputs = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
+    targets = {name: t for name, t in {**dict(module.named_parameters()), **inputs}.items() if t.requires_grad}
+    with untouched(module, args, kwargs):
+        outputs = tensors_in(module(*args, **kwargs))
+        found = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+        outputs = [t for t in outputs if t.requires_grad]
+        gradients: tuple[Tensor | None, ...] = ()
+        if outputs:
+            gradients = run_backward(outputs, list(targets.values()), _ramp)
+        found |= {f"gradient of {name}": g for name, g in zip(targets, gradients, strict=False) if g is not None}
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+        found["random state"] = torch.get_rng_state()
+        for device in {t.device for t in (*inputs.values(), *targets.values()) if t.device.type == "cuda"}:
+            found[f"random state of {device}"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _ramp(t: Tensor) -> Tensor:
+    """Gradients that differ from element to element: what is the same for all may cancel."""
+    return torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
+
+
+def step_peak(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Measured peak in bytes of one forward and backward: parameters, buffers, inputs, outputs and all between."""
+    args, kwargs = detached((args, kwargs))
+    inputs = tensors_in((args, kwargs))
+    targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
+    is_fake = any(isinstance(t, FakeTensor) for t in inputs)
+    device = next(
+        (t.device for t in (*inputs, *targets) if t.device.type == "cuda" and not is_fake), torch.device("cpu")
+    )
+    alive = [*module.parameters(), *module.buffers(), *inputs]
+    with untouched(module, inputs), measure_growth(device, include=alive) as growth:
+        outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
+        gradients = run_backward(outputs, targets, torch.ones_like)
+        del gradients
+    return storage_bytes(alive) + growth.peak_bytes

@@ -1,0 +1,1 @@
+"""What was found and done, for people to read."""

@@ -1,0 +1,292 @@
+"""Replays a schedule on a graph: the only judge of validity, peak memory and time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ScheduleError
+from .graph import Graph
+from .schedule import ActionKind, Schedule, mark
+
+Gradients = Literal["fresh", "kept"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a schedule costs.
+
+    Attributes:
+        peak_bytes: The most memory alive at any moment: the maximum of `memory_bytes`.
+        seconds: Time of all forward runs and backwards.
+        recompute_seconds: The part of it that goes into second and later runs of a node.
+        memory_bytes: The timeline: the most alive during each action.
+    """
+
+    peak_bytes: int
+    seconds: float
+    recompute_seconds: float
+    memory_bytes: tuple[int, ...]
+
+    @property
+    def peak_position(self) -> int:
+        """Position of the first action at which the peak is reached."""
+        return self.memory_bytes.index(self.peak_bytes)
+
+    @property
+    def recompute_overhead(self) -> float:
+        """Recomputation as a fraction of the step without it."""
+        plain = self.seconds - self.recompute_seconds
+        return self.recompute_seconds / plain if plain > 0 else 0.0
+
+
+def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh") -> Simulation:
+    """The cost of `schedule` on `graph`, after checking every rule of the schedule language.
+
+    Args:
+        graph: The operations and their costs.
+        schedule: The actions, from the first forward to the last backward.
+        gradients: `"fresh"`: parameter gradients appear with their backward. `"kept"`: they are alive throughout,
+            as under accumulation, and each new contribution is transient.
+
+    Returns:
+        Peak, seconds and the memory timeline.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule; the message marks the action.
+    """
+    if gradients not in ("fresh", "kept"):
+        raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
+    replay = _Replay(graph, schedule, gradients)
+    num_nodes = len(graph.nodes)
+    for position, (kind, node) in enumerate(schedule.actions):
+        if node >= num_nodes:
+            raise replay.error(position, f"the graph has no node {node}, only 0 to {num_nodes - 1}")
+        replay.timeline.append(replay.step(kind, position, node))
+    replay.finish()
+    timeline = tuple(replay.timeline)
+    peak = max(timeline, default=replay.alive)
+    return Simulation(peak, math.fsum(replay.seconds), math.fsum(replay.recompute_seconds), timeline)
+
+
+def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh") -> int:
+    """Bytes alive after the actions of the beginning of a schedule.
+
+    Raises:
+        ScheduleError: It breaks a rule.
+    """
+    replay = _Replay(graph, schedule, gradients)
+    for position, (kind, node) in enumerate(schedule.actions):
+        replay.step(kind, position, node)
+    return replay.alive
+
+
+class _Replay:
+    """Memory state between two actions. A *storage* is a number; views and passed-on gradients share one."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, gradients: Gradients) -> None:
+        self.graph, self.schedule = graph, schedule
+        count = len(graph.nodes)
+        self.fresh = gradients == "fresh"
+        self.alive = graph.input_bytes + graph.static_bytes
+        if not self.fresh:
+            self.alive += sum(n.parameter_bytes for n in graph.nodes)
+        self.sizes: list[int] = []  # bytes of each storage
+        self.holders: list[int] = []  # how many outputs or gradients live in each storage
+        self.output: list[int | None] = [None] * count  # storage of the resident output
+        self.tape = [False] * count
+        self.has_run = [False] * count
+        self.is_done = [False] * count
+        self.pending_users = [len(u) for u in graph.users]
+        self.gradient: list[list[int]] = [[] for _ in range(count)]  # storages of the output's gradient
+        self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
+        self.is_backward = False
+        self.seconds: list[float] = []  # summed once, exactly: the order of actions must not show
+        self.recompute_seconds: list[float] = []
+        self.timeline: list[int] = []
+
+    def step(self, kind: ActionKind, position: int, n: int) -> int:
+        """Replays one action; the most alive during it."""
+        if kind == "F":
+            return self.forward(position, n)
+        if kind == "B":
+            return self.backward(position, n)
+        return self.discard_output(position, n) if kind == "D" else self.discard_tape(position, n)
+
+    def error(self, position: int, reason: str) -> ScheduleError:
+        name = ""
+        if position < len(self.schedule):
+            node = self.schedule.actions[position].node
+            if node < len(self.graph.nodes):
+                name = f" ({self.graph.nodes[node].name})"
+        marked = mark(self.schedule.actions, position)
+        return ScheduleError(f"{marked}\naction {position}{name}: {reason}", position=position)
+
+    def _allocate(self, size: int) -> int:
+        self.alive += size
+        self.sizes.append(size)
+        self.holders.append(1)
+        return len(self.sizes) - 1
+
+    def _release(self, storage: int) -> None:
+        self.holders[storage] -= 1
+        if not self.holders[storage]:
+            self.alive -= self.sizes[storage]
+
+    def _name(self, node: int) -> str:
+        return f"node {node} ({self.graph.nodes[node].name})"
+
+    def forward(self, position: int, n: int) -> int:
+        node = self.graph.nodes[n]
+        for i in node.inputs:
+            if self.output[i] is None:
+                raise self.error(position, f"reads the output of {self._name(i)}, which is not resident")
+        has_output = self.output[n] is not None
+        if has_output and (self.tape[n] or not node.tape_bytes):
+            raise self.error(position, "its output and its tape are resident already")
+        # A run always makes both; what is resident already exists twice until the action ends.
+        most = self.alive + node.output_bytes + node.tape_bytes + node.forward_workspace_bytes
+        if not has_output:
+            self.output[n] = storage = self._output_storage(position, n)
+            if n in self.graph.outputs and n not in self.held_output and not self.is_done[n]:
+                self.held_output[n] = storage
+                self.holders[storage] += 1
+        if node.tape_bytes and not self.tape[n]:
+            self.tape[n] = True
+            self.alive += node.tape_bytes
+        self.seconds.append(node.forward_seconds)
+        if self.has_run[n]:
+            self.recompute_seconds.append(node.forward_seconds)
+        self.has_run[n] = True
+        return most
+
+    def _output_storage(self, position: int, n: int) -> int:
+        base = self.graph.nodes[n].storage_of
+        if base is None:
+            return self._allocate(self.graph.nodes[n].output_bytes)
+        storage = self.output[base]
+        if storage is None:
+            raise self.error(position, f"views the output of {self._name(base)}, which is not resident")
+        self.holders[storage] += 1
+        return storage
+
+    def discard_output(self, position: int, n: int) -> int:
+        storage = self.output[n]
+        if storage is None:
+            raise self.error(position, "its output is not resident")
+        most = self.alive
+        self.output[n] = None
+        self._release(storage)
+        return most
+
+    def discard_tape(self, position: int, n: int) -> int:
+        if not self.tape[n]:
+            has_tape = self.graph.nodes[n].tape_bytes > 0
+            raise self.error(position, "its tape is not resident" if has_tape else "it has no tape")
+        most = self.alive
+        self.tape[n] = False
+        self.alive -= self.graph.nodes[n].tape_bytes
+        return most
+
+    def backward(self, position: int, n: int) -> int:
+        graph, node = self.graph, self.graph.nodes[n]
+        if self.is_done[n]:
+            raise self.error(position, "its backward has run already")
+        if not self.has_run[n]:
+            raise self.error(position, "it has not run forward")
+        if self.pending_users[n]:
+            user = next(u for u in graph.users[n] if not self.is_done[u])
+            raise self.error(position, f"the backward of its user {self._name(user)} has not run")
+        for i in node.saved:
+            if self.output[i] is None:
+                raise self.error(position, f"its backward reads the output of {self._name(i)}, which is not resident")
+        if node.tape_bytes and not self.tape[n]:
+            raise self.error(position, "its backward reads its tape, which is not resident")
+        if not self.is_backward:
+            self._begin_backward()
+        most = self._propagate(n, is_released=self._is_released(position, n)) if self.gradient[n] else self.alive
+        self.is_done[n] = True
+        for i in set(node.inputs):
+            self.pending_users[i] -= 1
+        if n in self.held_output:
+            self._release(self.held_output.pop(n))
+        self.seconds.append(node.backward_seconds)
+        return most
+
+    def _begin_backward(self) -> None:
+        """The loss has made the gradients of all that leaves the graph."""
+        self.is_backward = True
+        leaving = set(self.graph.outputs) or {n for n, users in enumerate(self.graph.users) if not users}
+        for n in sorted(leaving):
+            if self.graph.nodes[n].gradient_bytes != 0:
+                self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
+
+    def _is_released(self, position: int, n: int) -> bool:
+        """Whether a backward of several operations lets go of its own output and tape on the way: none is to stay."""
+        node = self.graph.nodes[n]
+        if n in self.held_output:
+            return False
+        staying = {("D", n)} if n in node.saved else set[tuple[str, int]]()
+        if node.tape_bytes:
+            staying.add(("T", n))
+        for action in self.schedule.actions[position + 1 :]:
+            if action.kind in "FB":
+                break
+            staying.discard(action)
+        return not staying
+
+    def _propagate(self, n: int, *, is_released: bool) -> int:
+        """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
+        graph, node = self.graph, self.graph.nodes[n]
+        shared = graph.shares_gradient(n)
+        is_shared = any(self.holders[s] > 1 for s in self.gradient[n])
+        excess = node.backward_excess_bytes(is_released=is_released, is_shared=is_shared)
+        contributions: list[tuple[int, int]] = []
+        for i in dict.fromkeys(node.inputs):
+            if graph.nodes[i].gradient_bytes == 0:
+                continue
+            if i in shared:
+                storage = self.gradient[n][0]
+                self.holders[storage] += 1
+            else:
+                storage = self._allocate(graph.gradient_bytes(i))
+            contributions.append((i, storage))
+        self.alive += node.input_gradient_bytes
+        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes + excess
+        if self.fresh:
+            self.alive += node.parameter_bytes
+        for storage in self.gradient[n]:
+            self._release(storage)
+        self.gradient[n] = []
+        for i, storage in contributions:
+            most = max(most, self._accumulate(i, storage))
+        return most
+
+    def _accumulate(self, i: int, storage: int) -> int:
+        """Adds a contribution to the gradient of node i as autograd does; the most alive meanwhile."""
+        held = self.gradient[i]
+        if not held or self.graph.nodes[i].num_outputs > 1:
+            held.append(storage)
+            return self.alive
+        size = self.graph.gradient_bytes(i)
+        if self.holders[held[0]] == 1 and self.sizes[held[0]] == size:
+            self._release(storage)  # added in place
+            return self.alive
+        total = self._allocate(size)
+        most = self.alive
+        self._release(held[0])
+        self._release(storage)
+        held[0] = total
+        return most
+
+    def finish(self) -> None:
+        """Raises ScheduleError where the end of the schedule leaves something undone or resident."""
+        end = len(self.schedule)
+        for n in range(len(self.graph.nodes)):
+            if not self.is_done[n]:
+                raise self.error(end, f"ends without the backward of {self._name(n)}")
+            if self.output[n] is not None:
+                raise self.error(end, f"ends with the output of {self._name(n)} resident")
+            if self.tape[n]:
+                raise self.error(end, f"ends with the tape of {self._name(n)} resident")

@@ -1,0 +1,299 @@
+"""Rematerialization: the one line in a Trainer that makes a model train under a byte budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from ..batch_search.resizing import batch_size_of, has_batch_dimension
+from ..batch_search.search import find
+from ..batch_search.settings import Settings
+from ..batch_search.trial import install, uninstall
+from ..budget import Budget
+from ..errors import InfeasibleBudgetError, TraceError
+from ..measure.out_of_memory import is_out_of_memory
+from ..measure.step_clock import Reading, StepClock
+from ..module_state.nesting import tensors_in
+from ..regions.footprint import optimizer_tensors
+from ..regions.self_check import find_difference
+from ..reports.report import draw_plots, out_of_memory_note, print_tables, write_report
+from ..reports.result import Result
+from ..schedules.schedule import Schedule
+from .lightning_step import LightningTrial
+from .oom_retry import StepRetry
+from .private_api import logging_step, should_log, tap_loaders, wrap_steps
+from .resume import fingerprint, resumed_result, to_state
+from .setup import apply_batch_size, check_supported, move_before_tuners, tap
+
+
+class Rematerialization(Callback):
+    """Trains under a memory budget, at a batch size that fits, with exactly the gradients of the plain model.
+
+    In `on_fit_start` it profiles the submodules that `training_step` calls on the first real batch, plans which
+    activations to keep, discard and recompute so that the training step fits the budget, executes two real steps to
+    check it, and rewrites the submodules in place for the length of `fit`. Weights, buffers, metrics and random
+    states are left as they were: a run with the callback at a fixed batch size equals the run without it.
+
+    Logs to every logger, at every log step: `remat/batch_size`, `remat/budget_bytes`, `remat/plain_peak_bytes`,
+    `remat/predicted_peak_bytes`, `remat/recompute_overhead` (fraction), and since the last log `remat/peak_bytes`
+    (on the CPU that of the logged step), `remat/step_seconds` and `remat/samples_per_second` (of all devices; data
+    loading counts, validation does not).
+
+    Args:
+        planner: A name of `PLANNERS`, or a function `(graph, budget_bytes) -> Schedule`.
+        memory_budget: The peak of everything alive on the device in a training step: bytes, `"8GiB"`, a fraction of
+            the device's memory, or `"50%"` of the plain step's peak. None: what is free, less the margin. With None or
+            a fraction, all counts that the device must have: what kernels of the CPU use beside tensors (as far as the
+            system tells), what CUDA's allocator reserves.
+        batch_size: `"auto"` searches, `"keep"` leaves it, a number sets it (refused if no plan fits).
+        margin: Part of the device's memory left free, where the budget is None or a fraction.
+        objective: `"batch_size"`: the largest that fits. `"throughput"`: the most samples per second.
+        max_overhead: Most recomputation allowed, as a fraction of the plain step's seconds.
+        min_batch_size: Smallest size to consider.
+        max_batch_size: Largest size to consider; the number of samples if None.
+        multiple_of: Sizes to consider are multiples of it.
+        effective_batch_size: Samples an optimizer step over all devices: sets `accumulate_grad_batches`.
+        batch_arg_name: The attribute of module, datamodule or their hyperparameters that holds the batch size.
+        rebatch_fn: `(loader, batch_size) -> loader` for loaders that do not say their batch size.
+        include_validation: Whether validation loaders get the new batch size too.
+        resume: Whether a run resumed from a checkpoint reuses the plan and batch size stored in it.
+        plan_path: A report of an earlier run to reuse if it fits this one; written otherwise.
+        on_infeasible: Where nothing fits: `"raise"`, plan the lowest peak (`"minimum"`), or train the `"plain"` model.
+            The latter is also done, with a warning, where nothing can be captured and `batch_size="keep"`.
+        on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget.
+        modules: Submodules of the LightningModule to rewrite, or their names; None for those that it calls.
+        self_check: Whether one step with and without the plan is compared first (loss, gradients, buffers, random
+            states); a difference is reported and the plain model trained.
+        report_dir: Where report and plots go; None for the logger's folder.
+
+    Attributes:
+        result: What was found, after `on_fit_start`; None before.
+
+    Raises:
+        ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        planner: str | Callable[..., Schedule] = "auto",
+        *,
+        memory_budget: Budget | None = None,
+        batch_size: int | Literal["auto", "keep"] = "auto",
+        margin: float = 0.05,
+        objective: Literal["batch_size", "throughput"] = "batch_size",
+        max_overhead: float | None = None,
+        min_batch_size: int = 1,
+        max_batch_size: int | None = None,
+        multiple_of: int = 1,
+        effective_batch_size: int | None = None,
+        batch_arg_name: str = "batch_size",
+        rebatch_fn: Callable[[Any, int], Any] | None = None,
+        include_validation: bool = False,
+        resume: bool = True,
+        plan_path: str | Path | None = None,
+        on_infeasible: Literal["raise", "minimum", "plain"] = "raise",
+        on_oom: Literal["raise", "replan"] = "raise",
+        modules: Sequence[Any] | None = None,
+        self_check: bool = False,
+        report_dir: str | Path | None = None,
+    ) -> None:
+        arguments = dict(locals())
+        arguments = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
+        self.settings = Settings(**arguments)
+        self.result: Result | None = None
+        self._state: dict[str, Any] | None = None  # of the checkpoint that is resumed, or to be stored
+        self._undo: list[Callable[[], None]] = []
+        self._batch_size: int | None = None  # what the loaders are changed to
+        self._clock: StepClock | None = None
+        self._readings: list[Reading] = []
+
+    # --- before training -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses what cannot work, and taps the loaders."""
+        if stage != "fit":
+            return
+        check_supported(trainer, pl_module, self)
+        for name in self.settings.without_effect():
+            rank_zero_warn(
+                f"Rematerialization: {name} has no effect with batch_size={self.settings.batch_size!r} and "
+                f"memory_budget={self.settings.memory_budget!r}"
+            )
+        move_before_tuners(trainer, self)
+        self._batch_size = None
+        self._undo.append(
+            tap_loaders(trainer.strategy, lambda loader: tap(trainer, loader, self._batch_size, self.settings))
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Profiles, plans, verifies and rewrites; on an error everything is as before."""
+        self.result, self._clock, self._readings = None, None, []
+        trial = LightningTrial(trainer, self.settings.modules, self.settings.effective_batch_size)
+        if not trial.has_batch_dimension and self.settings.batch_size != "keep":
+            raise MisconfigurationException("no tensor of the batch has a batch dimension: give batch_size='keep'")
+        if len(trial.loader_sizes) > 1 and self.settings.batch_size != "keep":
+            raise MisconfigurationException(
+                f"the training loaders have different batch sizes, {trial.loader_sizes}, and one cannot stand for all: "
+                "give batch_size='keep'"
+            )
+        mark = fingerprint(trial, self.settings)
+        result = trial.share(lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
+        if result is not None:
+            modules = install(trial, result.batch_size, result.step)
+        else:
+            try:
+                result, modules = find(trial, self.settings)
+            except InfeasibleBudgetError as error:
+                if self.settings.on_infeasible == "raise":
+                    raise
+                if self.settings.on_infeasible == "plain":
+                    rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
+                    return
+                rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
+                result, modules = find(trial, self.settings, lowest=True)
+            except TraceError as error:
+                if self.settings.batch_size != "keep" and self.settings.on_infeasible != "plain":
+                    raise  # a size is asked for that nothing can be said about
+                rank_zero_warn(f"Rematerialization leaves the model as it is: {error}")
+                return
+        self._undo.append(lambda: uninstall(modules))
+        if self.settings.self_check:
+            difference = find_difference(pl_module, lambda: trial.outcome(trial.batch_size))
+            if trial.least(int(difference is None)) == 0:
+                uninstall(modules)
+                difference = difference or "another rank's results differ"
+                rank_zero_warn(f"Rematerialization leaves the model as it is: {difference}")
+                return
+        if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
+            apply_batch_size(trainer, result.batch_size, self.settings)
+            self._batch_size = result.batch_size
+        self.result, self._state = result, to_state(result, mark)
+        if trainer.is_global_zero:
+            print_tables(result)
+            if self.settings.plan_path is not None:
+                Path(self.settings.plan_path).write_text(json.dumps(self._state))
+        if (folder := self._report_dir(trainer)) is not None:
+            write_report(result, folder)
+            draw_plots(result, folder)
+        self._clock = StepClock(trial.device, with_scratch=self.settings.counts_scratch)
+        if self.settings.on_oom == "replan":
+            if trainer.world_size > 1 or not pl_module.automatic_optimization:
+                rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
+            else:
+                self._undo.append(wrap_steps(trainer, StepRetry(trainer, self.settings, result, modules)))
+
+    def _stored(self, mark: str) -> Result | None:
+        """The result of a resumed run or of `plan_path`, if it was made for this model, device and settings."""
+        if self._state is not None and self.settings.resume:
+            result = resumed_result(self._state, mark)
+            if result is not None:
+                rank_zero_info(f"Rematerialization resumes with batch size {result.batch_size} and the stored plan")
+                return result
+            rank_zero_info(
+                "Rematerialization plans anew: the stored plan was made for another model, device or setting"
+            )
+        path = self.settings.plan_path
+        if path is not None and Path(path).exists():
+            result = resumed_result(json.loads(Path(path).read_text()), mark)
+            if result is not None:
+                rank_zero_info(f"Rematerialization uses the plan of {path}")
+                return result
+            rank_zero_warn(f"the plan of {path} was made for another model, device or setting and is made anew")
+        return None
+
+    # --- during training -------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        if self._clock is not None:
+            self._clock.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Meters the memory of a step that will be logged."""
+        if self._clock is not None and self._clock.meters_steps and should_log(trainer):
+            self._clock.meter([pl_module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the step, and logs at log steps."""
+        if self._clock is None or self.result is None:
+            return
+        self._clock.count(batch_size_of(batch) if has_batch_dimension(batch) else 1)
+        if should_log(trainer):
+            self._log(trainer, self._clock.read())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock: throughput is that of training."""
+        if self._clock is not None:
+            self._clock.stop()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets the clock run on."""
+        if self._clock is not None and trainer.training:
+            self._clock.start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs what no log step has seen, and adds what was measured to the report."""
+        if self._clock is not None and self.result is not None:
+            self._log(trainer, self._clock.read())
+            if (folder := self._report_dir(trainer)) is not None:
+                write_report(self.result, folder, self._readings)
+
+    def _log(self, trainer: Trainer, reading: Reading | None) -> None:
+        result = self.result
+        if reading is None or result is None:
+            return
+        self._readings.append(reading)
+        metrics: dict[str, float] = {
+            "remat/batch_size": result.batch_size,
+            "remat/budget_bytes": result.budget_bytes,
+            "remat/plain_peak_bytes": result.plain_peak_bytes,
+            "remat/predicted_peak_bytes": result.predicted_peak_bytes,
+            "remat/recompute_overhead": result.recompute_overhead,
+            "remat/step_seconds": reading.step_seconds,
+            "remat/samples_per_second": reading.samples_per_second * trainer.world_size,
+        }
+        if reading.peak_bytes is not None:
+            metrics["remat/peak_bytes"] = reading.peak_bytes
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=logging_step(trainer))
+
+    def _report_dir(self, trainer: Trainer) -> Path | None:
+        """Where this process writes reports, if it does; every rank asks, since they agree upon `log_dir`."""
+        folder = Path(self.settings.report_dir or trainer.log_dir or trainer.default_root_dir)
+        return folder if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False) else None
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undoes the patches; an out-of-memory error gets the measured table and the remedies."""
+        if self.result is not None and is_out_of_memory(exception):
+            exception.add_note(out_of_memory_note(self.result))
+        self._undo_patches()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Undoes the patches."""
+        if stage == "fit":
+            self._undo_patches()
+
+    def _undo_patches(self) -> None:
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
+        while self._undo:
+            self._undo.pop()()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan and batch size as plain values, for the checkpoint."""
+        return {} if self._state is None else self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What a resumed run starts from."""
+        self._state = state_dict or None

@@ -1,0 +1,186 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import TraceError, trace
+from lightning_remat.capture.tracer import TracedModule
+
+
+def described(traced: TracedModule) -> list[tuple[str, str, tuple[int, ...], int | None]]:
+    return [(o.name, o.kind, o.inputs, o.view_of) for o in traced.operations]
+
+
+class InPlace(nn.Module):
+    """A residual block as torchvision writes it, and a view of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.bn(y)
+        z += y
+        return self.relu(z).flatten(1)
+
+
+def test_in_place_operations_are_fused_and_views_are_nodes() -> None:
+    traced = trace(InPlace(), torch.randn(2, 4, 3, 3))
+    assert described(traced) == [
+        ("conv", "conv2d", (), None),
+        ("bn", "batch_norm+add+relu", (0,), None),
+        ("flatten", "flatten", (1,), 1),
+    ]
+    assert traced.operations[1].mutates == ("bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
+    assert traced.outputs == (2,)
+
+
+class Tuples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.sigmoid().chunk(2, dim=1)
+        return torch.cat([a * b.shape[1], b.view(b.size(0), -1)], dim=1)
+
+
+def test_tuples_constants_and_shapes() -> None:
+    traced = trace(Tuples(), torch.randn(2, 6))
+    assert [(o.kind, o.view_of) for o in traced.operations] == [
+        ("sigmoid", None),
+        ("chunk", 0),
+        ("getitem", 1),
+        ("getitem", 1),
+        ("mul", None),
+        ("view", 3),
+        ("cat", None),
+    ]
+    assert len(traced.constants) == 3
+
+
+class OutOfOrder(nn.Module):
+    """Random draws whose order a fusion by place alone would change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = nn.functional.dropout(x, 0.5)
+        b = nn.functional.dropout(x, 0.5)
+        a += b
+        return a
+
+
+def test_fusion_keeps_the_order_of_random_draws() -> None:
+    (operation,) = trace(OutOfOrder(), torch.randn(8)).operations
+    assert operation.kind == "dropout+add"
+    assert len(operation.parts) == 3
+    assert operation.is_random
+
+
+class ReadsBeforeWrite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        before = y.sum()
+        y[:, 0] = 0
+        return y + before
+
+
+def test_a_reader_of_the_old_value_is_fused_with_the_write() -> None:
+    first, second = trace(ReadsBeforeWrite(), torch.randn(3, 3)).operations
+    assert first.kind == "mul+sum+setitem"
+    assert len(first.outputs) == 2
+    assert second.inputs == (0,)
+
+
+class WritesInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() + 1
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sigmoid()
+
+
+class DrawsPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        import random
+
+        return x * random.random()
+
+
+class DecidesAtRandom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() if torch.rand(()) < 0.5 else x
+
+
+class Positions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() + torch.arange(3)
+
+
+def test_a_submodule_that_decides_at_random_is_one_operation() -> None:
+    (first, second) = trace(nn.Sequential(nn.Linear(3, 3), DecidesAtRandom()), torch.randn(2, 3)).operations
+    assert (first.name, second.name) == ("0", "1")
+    assert second.is_random
+
+
+def test_tensors_made_from_constants() -> None:
+    module = Positions()
+    attributes = dict(vars(module))
+    traced = trace(module, torch.randn(2, 3))
+    assert [o.kind for o in traced.operations] == ["sigmoid", "constant", "add"]
+    assert vars(module) == attributes
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (WritesInput(), "writes in place into an input"),
+        (Counts(), "changes 'calls'"),
+        (DrawsPython(), "draws random numbers that a trace would turn into constants"),
+        (DecidesAtRandom(), "draws random numbers that a trace would turn into constants"),
+    ],
+)
+def test_what_a_recomputation_would_not_repeat_is_refused(module: nn.Module, message: str) -> None:
+    import random
+
+    state = random.getstate()
+    with pytest.raises(TraceError, match=message):
+        trace(module, torch.randn(3))
+    assert random.getstate() == state
+    assert getattr(module, "calls", 0) == 0
+
+
+def test_tracing_leaves_no_trace() -> None:
+    module = InPlace()
+    before = copy.deepcopy(module.state_dict())
+    attributes = {name: dict(vars(m)) for name, m in module.named_modules()}
+    trace(module, torch.randn(2, 4, 3, 3))
+    assert {name: dict(vars(m)) for name, m in module.named_modules()} == attributes
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
+
+
+def test_nested_and_keyword_arguments() -> None:
+    class Nested(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], *, scale: float = 1.0, extra: Tensor | None = None) -> dict:
+            a, b = pair
+            return {"sum": (a + b) * scale, "none": extra}
+
+    traced = trace(Nested(), (torch.randn(2), torch.randn(2)), scale=2.0)
+    assert [o.kind for o in traced.operations] == ["add", "mul"]
+    assert traced.call_leaves == (None, None, 2.0)
+
+
+def test_what_follows_under_the_same_autocast_is_real() -> None:
+    """Autocast keeps its casts of parameters: a fake one, made by the trace, would be handed to the next forward."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        trace(module, x)
+        found = module(x)
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)

@@ -1,0 +1,42 @@
+"""Two processes on the CPU: rewritten modules under DDP have the plain run's gradients; shards are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "fully_shard", "ddp"]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What both ranks printed, errors included."""
+    script = Path(__file__).parent.parent / "distributed_run.py"
+    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    store = tmp_path_factory.mktemp("group") / "store"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(store), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        return "".join(rank.communicate(timeout=200)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks(name: str, output: str) -> None:
+    assert output.count(f"{name} ok\n") == 2, output

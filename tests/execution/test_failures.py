@@ -1,0 +1,122 @@
+"""Errors in the middle of a step: they come out as in the plain run, hold no memory, and the next step is right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from rewriting import recomputing_copy
+from torch import Tensor, nn
+from training_steps import assert_equal_traces, step_peak, traces
+
+from lightning_remat import is_recomputing
+from lightning_remat.execution import executor
+
+X = torch.randn(64, 6)
+
+
+class Fails(nn.Module):
+    """Runs out of memory when it is told to: in a first run or in a recomputation."""
+
+    when: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = weakref.ref(x)
+        if self.when == ("recompute" if is_recomputing() else "forward"):
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        if x.detach().sum() > 1e9:  # keeps it one operation
+            return x
+        return x.sigmoid()
+
+
+class FailsInBackward(torch.autograd.Function):
+    is_on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if FailsInBackward.is_on:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return gradient * x.exp()
+
+
+class Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return FailsInBackward.apply(x)
+
+
+def network() -> nn.Sequential:
+    block = [nn.Linear(6, 6), nn.Dropout(0.2), nn.BatchNorm1d(6)]
+    return nn.Sequential(*copy.deepcopy(block), Fails(), *copy.deepcopy(block), Exponential(), nn.Linear(6, 6))
+
+
+def failing(place: str, module: nn.Module) -> Any:
+    """Makes the next step fail; returns what ends that."""
+    if place == "backward":
+        FailsInBackward.is_on = True
+        return lambda: setattr(FailsInBackward, "is_on", False)
+    if place == "hook":
+
+        def hook(_gradient: Tensor) -> None:
+            raise torch.OutOfMemoryError("out of memory in a hook (simulated)")
+
+        return module[0].weight.register_hook(hook).remove
+    Fails.when = place  # on the class: a recomputation sees the attributes of its first run
+    return lambda: setattr(Fails, "when", None)
+
+
+def steps_alive() -> set[int]:
+    return {id(o) for o in gc.get_objects() if type(o) is executor.Step}
+
+
+@pytest.mark.parametrize("place", ["forward", "recompute", "backward", "hook"])
+def test_the_step_after_an_error_is_right_and_nothing_is_held(place: str) -> None:
+    plain = network()
+    ours = recomputing_copy(plain, X)
+    before = step_peak(ours, X)
+    ours.load_state_dict(plain.state_dict())
+    gc.collect()
+    others = steps_alive()
+    gc.disable()
+    try:
+        end = failing(place, ours)
+        with pytest.raises(torch.OutOfMemoryError, match="simulated"):
+            ours(X).square().sum().backward()
+        end()
+        assert not is_recomputing()
+        assert steps_alive() <= others, "memory is held"
+        assert ours[3].last() is None
+    finally:
+        gc.enable()
+    ours.zero_grad()
+    ours.load_state_dict(plain.state_dict())
+    assert_equal_traces(traces(plain, [X, X + 1]), traces(ours, [X, X + 1]))
+    assert step_peak(ours, X) == before
+
+
+@pytest.mark.parametrize("place", ["recompute", "backward"])
+def test_a_backward_can_be_tried_again_after_an_error(place: str) -> None:
+    plain = network()
+    ours = recomputing_copy(plain, X)
+    results = []
+    for module in (plain, ours):
+        torch.manual_seed(3)
+        loss = module(X).square().sum()
+        if module is ours:
+            end = failing(place, ours)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward(retain_graph=True)
+            end()
+            ours.zero_grad()
+        loss.backward()
+        results.append([p.grad for p in module.parameters()] + list(module.buffers()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,164 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import InfeasibleBudgetError, Plan, TraceError, rematerialize, restore
+from lightning_remat.execution.rewriter import current_plan
+
+
+def network() -> nn.Sequential:
+    """Eight blocks whose activations outweigh their parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Sigmoid()) for _ in range(8)))
+
+
+X = torch.randn(512, 16)
+
+
+def rewritten() -> nn.Sequential:
+    module = network()
+    rematerialize(module, X, memory_budget="60%", planner="periodic")
+    return module
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+def test_restore_undoes_and_repeats() -> None:
+    module = network()
+    before = set(vars(module))
+    keys = list(module.state_dict())
+    rematerialize(module, X, memory_budget="60%", planner="periodic")
+    assert is_rewritten(module)
+    assert list(module.state_dict()) == keys
+    rematerialize(module, X, memory_budget="70%", planner="periodic")
+    for _ in range(2):
+        restore(module)
+        assert set(vars(module)) == before
+
+
+def test_a_plan_that_recomputes_nothing_leaves_the_plain_forward() -> None:
+    module = network()
+    plan = rematerialize(module, X, memory_budget="100%", planner="periodic")
+    assert plan.num_recomputed == 0
+    assert not is_rewritten(module)
+
+
+def test_eval_and_no_grad_use_the_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = rewritten()
+    monkeypatch.setattr("lightning_remat.execution.rewriter.run_forward", lambda *_: pytest.fail("the executor ran"))
+    with torch.no_grad():
+        module(X)
+    module.eval()(X)
+
+
+def test_copies_are_rewritten_and_pickles_are_plain() -> None:
+    module = rewritten()
+    twin = copy.deepcopy(module)
+    assert is_rewritten(twin)
+    assert twin.forward.__self__ is twin
+    assert torch.equal(twin(X), module(X))
+    assert current_plan(twin) is current_plan(module)
+    loaded = pickle.loads(pickle.dumps(module))
+    assert current_plan(loaded) is None
+    assert torch.equal(loaded(X), module(X))
+
+
+def test_a_stored_plan_is_taken() -> None:
+    module = network()
+    made = rematerialize(module, X, memory_budget="60%", planner="periodic")
+    stored = Plan.from_json(made.to_json())
+    assert stored.schedule == made.schedule
+    assert stored.peak_bytes == made.peak_bytes
+    other = network()
+    assert rematerialize(other, X, plan=stored).schedule == made.schedule
+    with pytest.raises(ValueError, match="the plan has 24 operations and the module 2"):
+        rematerialize(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()), X, plan=stored)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"memory_budget": 10, "planner": "periodic"}, InfeasibleBudgetError, "cannot go below"),
+        ({"memory_budget": "60%", "planner": "magic"}, ValueError, "unknown planner 'magic'.*periodic"),
+        ({"memory_budget": "sixty"}, ValueError, "memory_budget is 'sixty'"),
+    ],
+)
+def test_errors_leave_the_module_as_it_was(arguments: dict, error: type[Exception], message: str) -> None:
+    for module in (network(), rewritten()):
+        state, attributes = copy.deepcopy(module.state_dict()), dict(vars(module))
+        random_state = torch.get_rng_state()
+        with pytest.raises(error, match=message):
+            rematerialize(module, X, **arguments)
+        assert vars(module) == attributes or is_rewritten(module)
+        assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), state.values(), strict=True))
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert all(p.grad is None for p in module.parameters())
+
+
+def test_infeasible_budgets_carry_the_floor() -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        rematerialize(network(), X, memory_budget=10, planner="periodic")
+    floor = int(caught.value.minimum_bytes)
+    assert caught.value.node is not None
+    assert rematerialize(network(), X, memory_budget=floor, planner="periodic").peak_bytes == floor
+    with pytest.raises(InfeasibleBudgetError):
+        rematerialize(network(), X, memory_budget=floor - 1, planner="periodic")
+
+
+class BranchesOnValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x.sigmoid()
+        return x.tanh()
+
+
+def test_what_cannot_be_traced_names_line_and_remedy() -> None:
+    with pytest.raises(TraceError, match=r"Remedy") as caught:
+        rematerialize(BranchesOnValues(), X, memory_budget="50%", planner="periodic")
+    assert caught.value.where is not None
+    assert "test_rewriter.py" in caught.value.where
+
+
+def test_a_submodule_that_cannot_be_traced_is_one_operation() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), BranchesOnValues(), nn.Linear(16, 16), BranchesOnValues(), nn.Sigmoid())
+    plan = rematerialize(module, X, memory_budget="100%", planner="periodic")
+    assert [n.name for n in plan.graph.nodes] == ["0", "1", "2", "3", "4"]
+
+
+def test_other_arguments_and_flags_fall_back_with_a_warning() -> None:
+    module = rewritten()
+    module[1][1].eval()
+    with pytest.warns(UserWarning, match="training flags"):
+        module(X)
+    module.train()
+    module(X[:100])  # other sizes are fine
+
+
+def test_sizes_may_change_between_steps() -> None:
+    plain, ours = network(), rewritten()
+    for size in (512, 7, 64):
+        results = []
+        for module in (plain, ours):
+            module.zero_grad()
+            module(X[:size]).square().sum().backward()
+            results.append([p.grad.clone() for p in module.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_forward_replaced_by_others_is_refused() -> None:
+    module = network()
+    replacement = module.forward
+    module.forward = replacement
+    with pytest.raises(ValueError, match="has been replaced"):
+        rematerialize(module, X, memory_budget="60%", planner="periodic")
+    assert vars(module)["forward"] is replacement
+
+
+def test_eval_mode_warns() -> None:
+    with pytest.warns(UserWarning, match="eval mode"):
+        rematerialize(network().eval(), X, memory_budget="100%", planner="periodic")

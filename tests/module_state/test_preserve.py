@@ -1,0 +1,101 @@
+"""Whatever trial steps change is put back, on errors too."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat.module_state.preserve import preserved
+
+
+class Stateful(nn.Module):
+    """State of every kind that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("total", torch.zeros(2))
+        self.calls = 0
+        self.history: list[Any] = [1, [2]]
+        self.by_name: dict[str, Any] = {"a": torch.ones(1)}
+        self.recent: deque[int] = deque([1], maxlen=2)
+        self.metric = torch.zeros(1)
+
+    def disturb(self) -> None:
+        self.linear.weight.data.add_(1)
+        self.linear.weight.grad = torch.ones(2, 2)
+        self.linear.bias.requires_grad_(False)
+        self.norm(torch.randn(4, 2))
+        self.total = self.total + 1
+        self.calls += 1
+        self.history[1].append(3)
+        self.history.append(4)
+        self.by_name["b"] = 1
+        self.by_name["a"] += 1
+        self.recent.append(5)
+        self.metric = self.metric + 1
+        self.extra = 1
+        self.eval()
+        torch.rand(1), random.random(), np.random.random()  # noqa: NPY002
+
+    def facts(self) -> list[Any]:
+        grads = [p.grad for p in self.parameters()]
+        flags = [p.requires_grad for p in self.parameters()]
+        state = {k: v.tolist() for k, v in self.state_dict().items()}
+        values = [self.calls, str(self.history), str(self.by_name), str(self.recent), self.metric.item(), self.training]
+        return [grads, flags, state, values, hasattr(self, "extra")]
+
+
+def randoms() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_put_back(fails: bool) -> None:
+    module = Stateful()
+    buffer, history = module.total, module.history
+    facts, states = module.facts(), randoms()
+    try:
+        with preserved([module]):
+            module.disturb()
+            assert module.facts() != facts
+            assert randoms() != states
+            if fails:
+                raise KeyError("user's")
+    except KeyError:
+        assert fails
+    assert module.facts() == facts
+    assert randoms() == states
+    assert module.total is buffer
+    assert module.history is history
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_optimizer_state_is_put_back(kind: Any, steps_before: int) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    holder = nn.Module()
+    holder.weight = parameter
+    optimizer = kind([parameter], lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step() -> None:
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+
+    for _ in range(steps_before):
+        step()
+    before = str(optimizer.state_dict()), parameter.tolist(), sorted(vars(optimizer))
+    with preserved([holder], [optimizer]):
+        step()
+        scheduler.step()
+        assert str(optimizer.state_dict()) != before[0]
+    assert (str(optimizer.state_dict()), parameter.tolist(), sorted(vars(optimizer))) == before
+    assert all(p is parameter for p in optimizer.state)

@@ -1,0 +1,125 @@
+"""The memory of a whole step, and plans that keep it within a budget; checked on graphs small enough to add up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_remat import Graph, InfeasibleBudgetError, Node, simulate
+from lightning_remat.batch_search.scaling import Line, ScalableGraph
+from lightning_remat.lowering import lower_kept
+from lightning_remat.plans.step_memory import RegionCost, Surroundings, step_timeline
+from lightning_remat.plans.step_planner import plan_step
+
+
+def chain(count: int = 6, size: int = 100, parameter_bytes: int = 10, *, scale: float = 1.0) -> Graph:
+    """ReLU-like layers that save their outputs, with a parameter each."""
+    nodes = tuple(
+        Node(
+            f"layer{i}",
+            kind="relu",
+            inputs=(i - 1,) if i else (),
+            saved=(i,),
+            output_bytes=int(size * scale),
+            forward_seconds=1.0 * scale,
+            backward_seconds=2.0 * scale,
+            parameter_bytes=parameter_bytes,
+        )
+        for i in range(count)
+    )
+    return Graph(nodes, input_bytes=int(40 * scale), static_bytes=count * parameter_bytes, outputs=(count - 1,))
+
+
+def plain(key: str, graph: Graph) -> RegionCost:
+    return RegionCost(key, graph, lower_kept(graph, range(len(graph.nodes))))
+
+
+AROUND = Surroundings(resident_bytes=1000, optimizer_step_bytes=0)
+
+
+def test_gradients_of_the_step_before_are_alive_in_the_forward_only() -> None:
+    graph = chain()
+    timeline = step_timeline([plain("net", graph)], AROUND)
+    simulation = simulate(graph, plain("net", graph).schedule)
+    n = timeline.num_forward
+    gradients = 6 * 10
+    assert n == 6
+    assert timeline.memory_bytes[:n] == tuple(1000 + gradients + m for m in simulation.memory_bytes[:n])
+    assert timeline.memory_bytes[n:] == tuple(1000 + m for m in simulation.memory_bytes[n:])
+
+
+def test_accumulation_keeps_gradients_throughout() -> None:
+    graph = chain()
+    around = Surroundings(1000, 0, is_accumulating=True)
+    kept = simulate(graph, plain("net", graph).schedule, gradients="kept")
+    assert step_timeline([plain("net", graph)], around).memory_bytes == tuple(1000 + m for m in kept.memory_bytes)
+
+
+def test_regions_hold_what_they_kept_while_others_run() -> None:
+    graph = chain()
+    one = step_timeline([plain("a", graph)], AROUND).peak_bytes
+    two = step_timeline([plain("a", graph), plain("b", graph)], AROUND)
+    # The second forward runs on top of the first region's six outputs, parameters, gradients and input.
+    assert two.memory_bytes[two.num_forward - 1] == 1000 + 2 * (40 + 60 + 60) + 12 * 100
+    assert two.peak_bytes > one + 600
+    twice = step_timeline([plain("a", graph), plain("a", graph)], AROUND)
+    assert twice.memory_bytes[twice.num_forward - 1] == 1000 + 2 * 40 + 60 + 60 + 12 * 100
+
+
+def test_optimizer_step_can_be_the_peak() -> None:
+    around = Surroundings(0, optimizer_step_bytes=10**6)
+    assert step_timeline([plain("net", chain())], around).peak_bytes == 10**6
+
+
+@pytest.mark.parametrize("keys", [("a",), ("a", "b"), ("a", "a")])
+@pytest.mark.parametrize("part", [1.0, 0.9, 0.8, 0.75])
+def test_plan_stays_within_the_budget_of_the_whole_step(keys: tuple[str, ...], part: float) -> None:
+    graphs = {key: chain(12) for key in keys}
+    whole = step_timeline([plain(k, graphs[k]) for k in keys], AROUND).peak_bytes - 1000
+    step = plan_step(keys, graphs, 1000 + int(part * whole), "periodic", AROUND)
+    assert step.predicted_peak_bytes <= 1000 + int(part * whole)
+    assert (step.num_recomputed == 0) == (part == 1.0)
+    assert step.plain_peak_bytes == 1000 + whole
+
+
+def test_every_budget_above_the_lowest_peak_can_be_met() -> None:
+    rng = random.Random(0)
+    nodes = [
+        replace(node, output_bytes=rng.randrange(90, 110), parameter_bytes=rng.randrange(5, 60))
+        for node in chain(30).nodes
+    ]
+    graphs = {"net": replace(chain(30), nodes=tuple(nodes))}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_step(("net",), graphs, 1, "chen_cheap", AROUND)
+    for budget in range(int(caught.value.minimum_bytes), plain_step_bytes(graphs), 3):
+        assert plan_step(("net",), graphs, budget, "chen_cheap", AROUND).predicted_peak_bytes <= budget
+
+
+def plain_step_bytes(graphs: dict[str, Graph]) -> int:
+    return step_timeline([plain(key, graph) for key, graph in graphs.items()], AROUND).peak_bytes
+
+
+def test_infeasible_names_the_least_budget_and_it_suffices() -> None:
+    graphs = {"net": chain(12)}
+    with pytest.raises(InfeasibleBudgetError, match="node 'layer") as caught:
+        plan_step(["net"], graphs, 1100, "periodic", AROUND)
+    least = int(caught.value.minimum_bytes)
+    assert plan_step(["net"], graphs, least, "periodic", AROUND).predicted_peak_bytes <= least
+
+
+def test_optimizer_step_above_the_budget_is_named() -> None:
+    with pytest.raises(InfeasibleBudgetError, match="the optimizer's step") as caught:
+        plan_step(["net"], {"net": chain()}, 5000, "periodic", Surroundings(0, 9000))
+    assert caught.value.minimum_bytes == 9000
+
+
+def test_bytes_at_another_size_are_those_of_its_graph() -> None:
+    scalable = ScalableGraph(Line(2, 4), chain(scale=2), chain(scale=4))
+    assert scalable.at(11) == chain(scale=11)
+
+
+def test_profiles_of_different_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 operations at batch size 2 and 7 others at 4"):
+        ScalableGraph(Line(2, 4), chain(6), chain(7))

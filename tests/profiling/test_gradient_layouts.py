@@ -1,0 +1,84 @@
+"""A gradient that comes transposed is copied by the backward of a linear layer, and the copy is in the prediction."""
+
+import logging
+
+import pytest
+import torch
+from rewriting import rewrite
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from training_steps import LOSS_BYTES, step_peak
+
+from lightning_remat import profile, simulate, trace
+from lightning_remat.lowering import lower_kept
+from lightning_remat.profiling.layouts import gradient_layouts
+
+
+class MixesTokens(nn.Module):
+    """One block of an MLP-Mixer: the second layer's gradient comes transposed from the sum with the input."""
+
+    def __init__(self, num_tokens: int = 12, num_channels: int = 10) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(num_channels, num_channels), nn.Linear(num_channels, 3)
+        self.into, self.out = nn.Linear(num_tokens, 64), nn.Linear(64, num_tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = y + self.out(nn.functional.gelu(self.into(y.transpose(1, 2)))).transpose(1, 2)
+        return self.last(y.tanh())
+
+
+@pytest.mark.parametrize("kept", [(), (1,), (0, 2)])
+def test_a_copy_of_a_transposed_gradient_is_predicted(kept: tuple[int, ...]) -> None:
+    module, x = MixesTokens(), torch.randn(64, 12, 10)
+    graph = profile(trace(module, x), x, repeats=1)
+    chosen = {*kept, len(graph.nodes) - 1}
+    rewrite(module, chosen, x)
+    planned = simulate(graph, lower_kept(graph, chosen))
+    # The copy, of 30 KiB, has gone when the last bias gets its gradient, of 48 bytes.
+    assert step_peak(module, x) - LOSS_BYTES == pytest.approx(planned.peak_bytes, abs=48)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_transposed_gradient_does_not_pass_a_change_of_shape_as_a_view(swaps: bool) -> None:
+    middle = [nn.Unflatten(1, (8, 8)), *[Swapped()] * swaps]
+    module, x = nn.Sequential(nn.Linear(8, 64), *middle, nn.Linear(8, 3)), torch.randn(4, 8)
+    nodes = {n.kind: n for n in profile(trace(module, x), x, repeats=1).nodes}
+    assert nodes["unflatten"].shares_gradient == (() if swaps else (0,))
+
+
+class Swapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_gradients_that_do_not_lie_as_their_tensors(is_fake: bool) -> None:
+    with FakeTensorMode() if is_fake else torch.enable_grad():
+        module, x = MixesTokens(), torch.randn(4, 12, 10)
+        traced = trace(module, x)
+        found = gradient_layouts(traced, [x])
+        assert all(p.grad is None and type(p) is nn.Parameter for p in module.parameters()) or is_fake
+    names = {traced.operations[n].name: strides for n, strides in found.items()}
+    # The sum gives both terms the same gradient, of shape [4, 12, 10]; one of them is a transposed [4, 10, 12].
+    assert names["out"] == {0: (120, 1, 10)}
+    assert "into" not in names
+
+
+def test_nothing_is_run_where_nothing_is_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Flatten(0), nn.Tanh()), torch.randn(2, 6)
+    monkeypatch.setattr("lightning_remat.profiling.layouts.fake_copies", None)
+    assert gradient_layouts(trace(module, x), [x]) == {}
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.detach().numpy().max())
+
+
+def test_code_that_needs_values_is_taken_to_have_gradients_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = nn.Sequential(nn.Linear(6, 6), ReadsValues(), Swapped(), nn.Tanh()), torch.randn(2, 6)
+    traced = trace(module, x)
+    with caplog.at_level(logging.INFO, "lightning_remat"):
+        assert gradient_layouts(traced, [x]) == {}
+    assert "taken to lie in order" in caplog.text

@@ -1,0 +1,185 @@
+"""Modules whose own forward cannot be captured: their parts are rematerialized under one budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from training_steps import assert_equal_traces, step_peak, traces
+
+from lightning_remat import InfeasibleBudgetError, Plan, TraceError, rematerialize, restore, simulate
+from lightning_remat.execution.rewriter import current_plan
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        y = self.dropout(self.back(functional.gelu(self.wide(self.norm(x))))) * scale
+        return x + y if mask is None else x + y * mask
+
+
+class Network(nn.Module):
+    """Branches on values between its blocks, and makes its loss itself."""
+
+    def __init__(self, width: int = 16, depth: int = 6) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(self.stem(x))
+        if x.sum() > 0:
+            x = x * 1.5
+        mask = torch.ones_like(x[:, :1])
+        for block in self.blocks:
+            x = block(x, scale=0.7, mask=mask)
+        return functional.cross_entropy(self.head(x), x.detach().argmax(1) % 5), x
+
+
+class Nested(nn.Module):
+    """The blocks lie two levels below, under another forward that branches on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Network(), nn.Sequential(nn.Linear(16, 64), nn.Sigmoid(), nn.Linear(64, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        loss, y = self.inner(x)
+        return loss if loss > 1e9 else loss + self.last(y).square().mean()
+
+
+class Twice(nn.Module):
+    """The same block runs at three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x) if x.sum() > -1e9 else x
+        return x
+
+
+X = torch.randn(256, 16)
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "planner"),
+    [
+        (Network, [f"blocks.{i}" for i in range(6)], "periodic"),
+        pytest.param(Network, [f"blocks.{i}" for i in range(6)], "auto", marks=pytest.mark.slow),
+        (Nested, [*(f"inner.blocks.{i}" for i in range(6)), "last"], "periodic"),
+        (Twice, ["block"], "periodic"),
+    ],
+)
+def test_parts_share_the_budget_and_results_are_the_plain_ones(
+    kind: type[nn.Module], parts: list[str], planner: str
+) -> None:
+    plain = build(kind)
+    ours = copy.deepcopy(plain)
+    random_state = torch.get_rng_state()
+    plan = rematerialize(ours, X, memory_budget="70%", planner=planner)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert (plan.rung, plan.planner) == ("regions", planner)
+    assert f"{kind.__name__}.forward cannot be traced" in plan.reasons[0]
+    assert plan.step is not None
+    assert list(plan.step.plans) == parts
+    assert plan.num_recomputed > 0
+    assert plan.plain.peak_bytes == pytest.approx(step_peak(plain, X), rel=0.02)
+    assert plan.peak_bytes == pytest.approx(step_peak(ours, X), rel=0.001)
+    assert step_peak(ours, X) <= plan.budget_bytes == int(0.7 * plan.plain.peak_bytes)
+    assert len(simulate(plan.graph, plan.schedule).memory_bytes) == len(plan.simulation.memory_bytes)
+    plain.load_state_dict(ours.state_dict())
+    assert_equal_traces(traces(plain, [X, X[:100]]), traces(ours, [X, X[:100]]))
+
+
+def test_restore_undoes_the_parts_and_a_failure_brings_them_back() -> None:
+    module = build(Network)
+    attributes = {name: dict(vars(m)) for name, m in module.named_modules()}
+    plan = rematerialize(module, X, memory_budget="70%", planner="periodic")
+    assert current_plan(module) is plan
+    with pytest.raises(ValueError, match="unknown planner"):
+        rematerialize(module, X, memory_budget="70%", planner="magic")
+    assert current_plan(module) is plan
+    assert "forward" in vars(module.blocks[0])
+    restore(module)
+    assert {name: dict(vars(m)) for name, m in module.named_modules()} == attributes
+
+
+def test_a_stored_plan_is_taken() -> None:
+    made = rematerialize(build(Network), X, memory_budget="70%", planner="periodic")
+    stored = Plan.from_json(made.to_json())
+    assert (stored.peak_bytes, stored.plain.peak_bytes) == (made.peak_bytes, made.plain.peak_bytes)
+    assert (stored.schedule, stored.rung, stored.reasons) == (made.schedule, "regions", made.reasons)
+    other = build(Network)
+    assert rematerialize(other, X, plan=stored) is stored
+    assert step_peak(other, X) <= made.budget_bytes
+    with pytest.raises(ValueError, match=r"names 'blocks\.4', which is no submodule"):
+        rematerialize(Network(depth=4), X, plan=stored)
+
+
+def test_too_small_a_budget_names_the_lowest_peak_of_the_whole_step() -> None:
+    with pytest.raises(InfeasibleBudgetError, match="because of node 'blocks") as caught:
+        rematerialize(build(Network), X, memory_budget=1000, planner="periodic")
+    module = build(Network)
+    plan = rematerialize(module, X, memory_budget=int(caught.value.minimum_bytes), planner="periodic")
+    assert step_peak(module, X) <= plan.budget_bytes == caught.value.minimum_bytes
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sigmoid() if x.sum() > 0 else x * self.scale
+
+
+def test_where_no_part_can_be_captured_the_module_is_untouched() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Bare(), Bare()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) if x.mean() > 9 else self.second(x)
+
+    pair = Pair()
+    attributes = {name: dict(vars(m)) for name, m in pair.named_modules()}
+    with pytest.raises(TraceError, match=r"Pair.forward cannot be traced.*Remedy.*\n  second: Bare.forward") as caught:
+        rematerialize(pair, X, memory_budget="70%")
+    assert caught.value.where is not None
+    assert "test_region_rewriter.py" in caught.value.where
+    assert {name: dict(vars(m)) for name, m in pair.named_modules()} == attributes
+
+
+def test_the_log_tells_the_rung_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_remat"):
+        rematerialize(build(Network), X, memory_budget="70%", planner="periodic")
+    (record,) = caplog.records
+    assert record.name == "lightning_remat"
+    assert "its parts are rematerialized one by one under one budget: blocks.0, blocks.1" in record.message
+    assert "x.sum() > 0" in record.message
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "lightning_remat"):
+        rematerialize(nn.Sequential(nn.Linear(16, 16), Bare()), X, memory_budget="100%", planner="periodic")
+    (record,) = [r for r in caplog.records if r.name == "lightning_remat"]
+    assert "captured as a whole, some of its parts as single operations" in record.message
+    assert "1 cannot be traced and is run as one operation" in record.message

@@ -1,0 +1,149 @@
+"""Training steps whose modules cannot be traced: what they call inside is rematerialized, or nothing is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from remat_runs import Classifier, network, run, seeded
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_remat import Rematerialization, TraceError, find_batch_size, rematerialize, restore
+from lightning_remat.regions.calls import submodules
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
+]
+
+
+class Branches(nn.Module):
+    """Decides on values between a part that can be traced and one that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = network()[:-1], Chooses()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.head(y if y.sum() > -1e9 else -y)
+
+
+class Chooses(nn.Module):
+    """Has no part that could be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight if x.mean() > -1e9 else -self.weight)
+
+
+class Wraps(nn.Module):
+    """Its forward cannot be traced and only hands on, under autocast."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x)
+        assert bool(torch.isfinite(y).all())
+        return y.float()
+
+
+def rewritten(module: nn.Module) -> list[str]:
+    return [name for name, m in submodules(module) if "forward" in vars(m)]
+
+
+def test_the_trainer_s_step_is_searched_and_trains_as_plainly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained: list[Classifier] = []
+    callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
+
+    class Ends(Classifier):
+        def on_train_end(self) -> None:
+            self.rewritten = rewritten(self)
+
+    for callbacks in ([], [callback]):
+        module = seeded(Ends, net=seeded(Branches))
+        with caplog.at_level(logging.INFO, "lightning_remat"):
+            run(tmp_path, module, *callbacks, max_steps=3)
+        trained.append(module)
+    assert callback.result is not None
+    assert callback.result.step.num_recomputed > 0
+    assert [m.rewritten for m in trained] == [[], ["net.body"]]
+    assert callback.result.measured_peak_bytes is not None
+    assert callback.result.measured_peak_bytes <= callback.result.budget_bytes
+    for reason in ("net: Branches.forward cannot be traced", "net.head: Chooses.forward cannot be traced"):
+        assert reason in caplog.text
+    plain, ours = (module.state_dict() for module in trained)
+    assert all(torch.equal(plain[key], ours[key]) for key in plain)
+
+
+def test_a_size_is_found_for_the_parts(tmp_path: Path) -> None:
+    module = seeded(Classifier, net=Branches())
+    callback = Rematerialization("periodic", memory_budget="3MiB", max_batch_size=16)
+    run(tmp_path, module, callback, max_steps=2)
+    assert callback.result is not None
+    assert callback.result.batch_size > 1
+    assert callback.result.measured_peak_bytes is not None
+    assert callback.result.measured_peak_bytes <= callback.result.budget_bytes
+    assert abs(callback.result.prediction_error or 0) < 0.01
+
+
+def test_a_step_of_which_nothing_can_be_captured_is_left_alone(tmp_path: Path) -> None:
+    class Bare(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return functional.cross_entropy(self.net(batch[0].mean((2, 3)).repeat(1, 6)[:, :16]), batch[1])
+
+    callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
+    message = (
+        r"leaves the model as it is: nothing that the training step calls.*\n  net: Chooses\.forward cannot be traced"
+    )
+    with pytest.warns(UserWarning, match=message):
+        run(tmp_path, seeded(Bare, net=Chooses()), callback, max_steps=1)
+    assert callback.result is None
+    with pytest.raises(TraceError, match="nothing that the training step calls"):
+        run(tmp_path, seeded(Bare, net=Chooses()), Rematerialization(memory_budget="80%"), max_steps=1)
+
+
+def test_a_wrapper_s_module_is_profiled_as_the_wrapper_calls_it() -> None:
+    torch.manual_seed(0)
+    plain = Wraps(network())
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
+    ours = copy.deepcopy(plain)
+    plan = rematerialize(ours, x, memory_budget="80%", planner="periodic")
+    assert list(plan.step.plans if plan.step is not None else ()) == ["inner"]
+    assert plan.num_recomputed > 0
+    gradients = []
+    for module in (plain, ours):
+        torch.manual_seed(1)
+        functional.cross_entropy(module(x), y).backward()
+        gradients.append([p.grad for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    # Half precision under autocast: less than a plan without it would count.
+    uncast = rematerialize(copy.deepcopy(plain.inner), x, memory_budget="100%", planner="periodic")
+    assert plan.plain.peak_bytes < 0.8 * uncast.plain.peak_bytes
+    restore(ours)
+
+
+def test_a_data_parallel_wrapper_is_looked_into() -> None:
+    module = Wraps(nn.DataParallel(network()))
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
+    result = find_batch_size(
+        module,
+        (x, y),
+        lambda batch: functional.cross_entropy(module(batch[0]), batch[1]),
+        planner="periodic",
+        memory_budget="80%",
+        batch_size="keep",
+    )
+    assert list(result.step.plans) == ["inner.module"]
+    assert rewritten(module) == ["inner.module"]

@@ -1,0 +1,119 @@
+"""Which submodules are found to rewrite, and that looking through a step keeps nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat.regions.calls import Call, look_through
+
+
+def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
+    return look_through(root, step, modules).calls
+
+
+class Root(nn.Module):
+    """Calls its parts as the test says."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.loss = nn.CrossEntropyLoss()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+X, Y = torch.randn(3, 4), torch.tensor([0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("step", "names"),
+    [
+        (lambda r: r.net(X), ["net"]),
+        (lambda r: r.loss(r.head(r.net(X)), Y), ["net", "head"]),
+        (lambda r: r.net(r.frozen(X)), ["net"]),
+        (lambda r: (r.net(X), r.net(X)), ["net", "net"]),
+        (lambda r: r(X), ["net"]),  # the root's own forward only hands on
+        (lambda r: r.loss(r(X), Y), ["net"]),
+    ],
+    ids=["one", "two", "frozen", "twice", "handed-on", "with-loss"],
+)
+def test_outermost_trainable_calls(step: Any, names: list[str]) -> None:
+    root = Root(step)
+    calls = find_calls(root, lambda: root.step(root))
+    assert [c.name for c in calls] == names
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in root.modules())  # pyright: ignore
+
+
+def test_a_forward_that_does_more_is_a_region_itself() -> None:
+    class Doubled(Root):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.net(x)
+
+    root = Doubled(None)
+    (call,) = find_calls(root, lambda: root(X))
+    assert call.name == ""
+    assert call.module is root
+
+
+def test_arguments_are_those_of_the_call_without_their_history() -> None:
+    root = Root(None)
+    net, head = find_calls(root, lambda: root.head(input=root.net(X)))
+    assert torch.equal(net.args[0], X)
+    assert not net.args[0].requires_grad
+    inner = head.kwargs["input"]
+    assert inner.requires_grad
+    assert inner.grad_fn is None
+
+
+def test_modules_are_taken_by_name_or_object() -> None:
+    root = Root(None)
+    (call,) = find_calls(root, lambda: root(X), ["net.2"])
+    assert call.name == "net.2"
+    (call,) = find_calls(root, lambda: root(X), [root.net])
+    assert call.name == "net"
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["nett"], "modules names 'nett', which is no submodule of Root"),
+        (["net", "net.0"], "lies inside it: name one"),
+        (["head"], r"calls none of modules=\['head'\]"),
+    ],
+)
+def test_wrong_modules(modules: list[str], message: str) -> None:
+    root = Root(None)
+    with pytest.raises(ValueError, match=message):
+        find_calls(root, lambda: root(X), modules)
+
+
+def test_nothing_to_train() -> None:
+    root = Root(None)
+    with pytest.raises(ValueError, match=r"no submodule with parameters to train.*modules="):
+        find_calls(root, lambda: root.frozen(X))
+
+
+def test_activations_die_while_a_step_is_looked_through() -> None:
+    alive: list[int] = []
+    outputs: list[weakref.ref[Tensor]] = []
+
+    class Layer(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            alive.append(sum(r() is not None for r in outputs))
+            out = super().forward(input).relu()
+            outputs.append(weakref.ref(out))
+            return out
+
+    root = nn.Sequential(*(Layer(4, 4) for _ in range(6)))
+    find_calls(root, lambda: root(X))
+    assert max(alive) == 1  # the input of the layer that runs

@@ -1,0 +1,161 @@
+"""A plan that does not repeat the plain step is found out, and the first operation to blame is named."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_steps import assert_equal_traces, traces
+
+from lightning_remat import Graph, Schedule, is_recomputing, rematerialize
+from lightning_remat.capture.tracer import Operation
+from lightning_remat.lowering import lower_kept
+from lightning_remat.regions.self_check import find_difference, fingerprint
+from lightning_remat.regions.step_run import step_outcome
+
+CALLS = {"count": 0}
+
+
+class Hidden(nn.Module):
+    """Its result depends on a count that is kept where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS["count"] += 1 if x.detach().sum() > -1e9 else 0
+        return self.linear(x).sigmoid() + CALLS["count"] % 7
+
+
+class Recomputed(nn.Module):
+    """Only a recomputation goes wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sigmoid() if x.detach().sum() > -1e9 else x
+        return y * 1.5 if is_recomputing() else y
+
+
+class BranchingRoot(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.sum() > -1e9 else -input)
+
+
+X = torch.randn(512, 16)
+
+
+def keep_nothing(graph: Graph, budget_bytes: int) -> Schedule:
+    """A planner that recomputes all of a region."""
+    return lower_kept(graph, set())
+
+
+def network(part: type[nn.Module], root: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6)]
+    for block in blocks:
+        block.append(part())
+        block.append(nn.Sigmoid())
+    return root(*blocks)
+
+
+@pytest.mark.parametrize("root", [nn.Sequential, BranchingRoot])
+def test_a_right_plan_passes_and_leaves_no_trace(root: type[nn.Sequential]) -> None:
+    plain = network(nn.Tanh, root)
+    ours = copy.deepcopy(plain)
+    state, random_state = copy.deepcopy(ours.state_dict()), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = rematerialize(ours, X, memory_budget="80%", planner="periodic", self_check=True)
+    assert plan.num_recomputed > 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), ours.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in ours.parameters())
+    assert_equal_traces(traces(plain, [X]), traces(ours, [X]))
+
+
+@pytest.mark.parametrize("root", [nn.Sequential, BranchingRoot])
+def test_a_recomputation_that_differs_is_named_and_the_plain_model_kept(root: type[nn.Sequential]) -> None:
+    module = network(Recomputed, root)
+    attributes = {name: dict(vars(m)) for name, m in module.named_modules()}
+    budget, planner = ("80%", "periodic") if root is nn.Sequential else ("95%", keep_nothing)
+    with pytest.warns(UserWarning, match="is left as it is: a planned step differs") as caught:
+        plan = rematerialize(module, X, memory_budget=budget, planner=planner, self_check=True)
+    message = str(caught[0].message)
+    assert "in its gradient of " in message
+    expected = r"first differing node '\d\.4': its recomputation makes something else than its first run"
+    assert re.search(expected, message)
+    assert (plan.num_recomputed, plan.planner, plan.peak_bytes) == (0, "keep_all", plan.plain.peak_bytes)
+    assert plan.reasons[-1] == message
+    assert {name: dict(vars(m)) for name, m in module.named_modules()} == attributes
+
+
+def test_hidden_state_is_found() -> None:
+    with pytest.warns(UserWarning, match=r"first differing node '0\.4': it returns something else"):
+        rematerialize(network(Hidden), X, memory_budget="80%", planner="periodic", self_check=True)
+
+
+def test_a_wrong_executor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation reads something spoilt: it is named, not those that read its output."""
+    from lightning_remat.execution import executor
+
+    module = network(nn.Tanh)
+    rematerialize(module, X, memory_budget="80%", planner="periodic")
+    evaluate = executor.evaluate
+
+    def spoilt(root: nn.Module, operation: Operation, fetch: Any, *, is_first: bool) -> list[Any]:
+        wrong = (lambda n: fetch(n) * 1.001) if operation.name == "2.2" else fetch
+        return evaluate(root, operation, wrong, is_first=is_first)
+
+    assert find_difference(module, lambda: step_outcome(module, (X,), {})) is None
+    monkeypatch.setattr(executor, "evaluate", spoilt)
+    difference = find_difference(module, lambda: step_outcome(module, (X,), {}))
+    assert difference is not None
+    assert difference.what == "output 0"
+    assert difference.node == "2.2"
+
+
+def test_an_error_of_the_planned_step_alone_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_remat.execution import executor
+
+    module = network(nn.Tanh)
+    rematerialize(module, X, memory_budget="80%", planner="periodic")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("lost its way")
+
+    monkeypatch.setattr(executor.Step, "_rerun", fails)
+    difference = find_difference(module, lambda: step_outcome(module, (X,), {}))
+    assert difference is not None
+    assert difference.what == "course: RuntimeError: lost its way"
+
+
+def test_fake_inputs_cannot_be_compared() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="fake tensors do not have"):
+        rematerialize(network(nn.Tanh), torch.randn(8, 16), memory_budget="100%", planner="periodic", self_check=True)
+
+
+def test_fingerprints_tell_bits_shapes_and_types_apart() -> None:
+    zero = torch.zeros(4)
+    others = [
+        -zero,
+        zero.view(2, 2),
+        zero.to(torch.float16),
+        zero + 1e-45,
+        zero.to_sparse() + torch.ones(4).to_sparse(),
+    ]
+    prints = [fingerprint(t) for t in (zero, *others, torch.zeros(0), torch.zeros(()), torch.zeros(3).bool())]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(zero) == fingerprint(torch.zeros(4))
+    complex_number = torch.tensor([1 + 2j])
+    assert fingerprint(complex_number.conj()) == fingerprint(torch.tensor([1 - 2j]))

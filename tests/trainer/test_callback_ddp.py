@@ -1,0 +1,59 @@
+"""Two processes on the CPU: one batch size and one plan for all ranks, and the plain run's results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddp_run import EFFECTIVE_BATCH_SIZE
+
+
+@pytest.mark.slow
+def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_path: Path) -> None:
+    """All runs in one test: to start two ranks takes far longer than to train."""
+    script = Path(__file__).parent.parent / "ddp_run.py"
+    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    # A toy's tensors lie in the C library's heap, whose gaps are as large as the toy; mapped apart, they leave none.
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "16384"}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    check_search(*seen(tmp_path, "search"))
+    plain, planned = seen(tmp_path, "plain"), seen(tmp_path, "keep")
+    assert planned[0]["num_recomputed"] > 0
+    for a, b in zip(plain, planned, strict=True):
+        assert {name: b[name] for name in a} == a
+    check_accumulation(*seen(tmp_path, "effective"))
+    for kind in ("effective", "resumed"):
+        for a, b in zip(seen(tmp_path, f"plain-{kind}"), seen(tmp_path, kind), strict=True):
+            assert {name: b[name] for name in a} == a, kind
+    for first, resumed in zip(seen(tmp_path, "effective"), seen(tmp_path, "resumed"), strict=True):
+        assert resumed["schedule"] == first["schedule"]
+        assert resumed["steps"] == 2 * first["steps"]
+        assert resumed["sizes"] == first["sizes"]  # those of the second epoch
+
+
+def seen(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What each rank saw in a run."""
+    return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def check_search(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for name in ("batch_size", "schedule", "budget_bytes", "parameters"):
+        assert first[name] == second[name], name
+    assert first["budget_bytes"] == 16 * 2**20
+    assert first["measured_peak_bytes"] <= first["budget_bytes"]
+    assert first["num_recomputed"] > 0
+    assert first["sizes"][:2] == [first["batch_size"]] * 2
+
+
+def check_accumulation(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for name in ("batch_size", "accumulated", "steps", "schedule", "parameters"):
+        assert first[name] == second[name], name
+    assert first["batch_size"] * first["accumulated"] * 2 == EFFECTIVE_BATCH_SIZE
+    assert first["accumulated"] > 1
+    assert first["num_recomputed"] > 0
+    assert first["steps"] == -(-400 // EFFECTIVE_BATCH_SIZE)

@@ -1,0 +1,114 @@
+"""Reading the first batch leaves no trace; a loader of another batch size is like the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+
+from lightning_remat.batch_search.resizing import batch_size_of, resized
+from lightning_remat.module_state.preserve import preserved_random
+from lightning_remat.trainer.loaders import first_batch, rebatched
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+
+DATA = TensorDataset(torch.arange(20.0), torch.arange(20))
+
+
+def read(loader: Any) -> Any:
+    with preserved_random():
+        return first_batch(CombinedLoader(loader, "max_size_cycle"))
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_first_batch_is_the_one_that_training_sees(own_generator: bool) -> None:
+    generator = torch.Generator().manual_seed(1) if own_generator else None
+    loader = DataLoader(DATA, batch_size=4, shuffle=True, generator=generator)
+    torch.manual_seed(5)
+    seen = read(loader)
+    again = next(iter(loader))
+    torch.manual_seed(5)
+    if generator is not None:
+        generator.manual_seed(1)
+    undisturbed = next(iter(loader))
+    assert torch.equal(seen[0], undisturbed[0])
+    assert torch.equal(again[0], undisturbed[0])
+
+
+def test_workers_are_not_started() -> None:
+    loader = DataLoader(DATA, batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=3)
+    assert len(read(loader)[0]) == 4
+    assert loader._iterator is None  # pyright: ignore[reportPrivateUsage]
+    assert loader.num_workers == 2
+
+
+def test_dataset_attributes_are_put_back() -> None:
+    class Counting(IterableDataset[Any]):
+        position = 0
+
+        def __iter__(self) -> Any:
+            while True:
+                self.position += 1
+                yield torch.tensor(self.position)
+
+    dataset = Counting()
+    assert read(DataLoader(dataset, batch_size=3)).tolist() == [1, 2, 3]
+    assert dataset.position == 0
+
+
+def test_iterator_that_reads_once_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="can be read only once"):
+        read(iter([torch.ones(2)]))
+
+
+def test_several_loaders_give_a_batch_of_their_structure() -> None:
+    loaders = {"a": DataLoader(DATA, batch_size=4), "b": DataLoader(DATA, batch_size=2)}
+    batch = read(loaders)
+    assert {k: len(v[0]) for k, v in batch.items()} == {"a": 4, "b": 2}
+
+
+def test_resized_batches_repeat_or_cut_along_the_batch() -> None:
+    batch = {"x": torch.arange(6).reshape(3, 2), "y": [torch.arange(3), "name"], "scale": torch.tensor(2.0)}
+    assert batch_size_of(batch) == 3
+    larger = resized(batch, 5)
+    assert larger["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert larger["y"][0].tolist() == [0, 1, 2, 0, 1]
+    assert larger["y"][1] == "name"
+    assert larger["scale"].item() == 2.0
+    assert resized(batch, 2)["x"].tolist() == [[0, 1], [2, 3]]
+    assert resized(batch, 3) is batch
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True),
+        DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)),
+    ],
+    ids=["direct", "batch-sampler"],
+)
+def test_rebatched_keeps_shuffling_and_the_given_loader(loader: Any) -> None:
+    other = rebatched(loader, 5)
+    batches = [b[0] for b in other]
+    assert [len(b) for b in batches] == [5, 5, 5, 5]
+    assert torch.cat(batches).tolist() != sorted(torch.cat(batches).tolist())
+    assert len(other) == 4
+    assert type(other.sampler) is type(loader.sampler)
+    assert [len(b[0]) for b in loader] == [4] * 5
+    assert rebatched(loader, 4) is loader
+
+
+def test_loader_that_does_not_say_its_size_needs_a_function() -> None:
+    class Buckets(Sampler[list[int]]):
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2, 3, 4]])
+
+    loader = DataLoader(DATA, batch_sampler=Buckets())
+    with pytest.raises(MisconfigurationException, match="rebatch_fn"):
+        rebatched(loader, 7)
+    other = rebatched(loader, 7, lambda loader, size: DataLoader(loader.dataset, batch_size=size))
+    assert len(next(iter(other))[0]) == 7
