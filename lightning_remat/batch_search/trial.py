@@ -64,6 +64,10 @@ class Trial(Protocol):
         """Bytes on the device before the search, which count in the budget and are not free."""
         ...
 
+    def leaves_one_sample(self, batch_size: int) -> bool:
+        """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
+        ...
+
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on rank 0, on every rank; its error likewise.
 

@@ -21,6 +21,7 @@ Undo = Callable[[], None]
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, torch.dtype)
 
 _LEFT_ALONE = (
+    "lightning_remat",  # a plan in force keeps what it has learnt
     "lightning",
     "pytorch_lightning",
     "torch",
@@ -97,6 +98,8 @@ class Recorder:
             self.undo.append(undo)
         elif _is_plain(value):
             self._add_attributes(value)
+        else:
+            self._seen.pop(id(value))  # it may be added as a holder yet
 
     def _add_attributes(self, holder: Any) -> None:
         state = getattr(holder, "__dict__", None)
@@ -211,7 +214,7 @@ def _holds(container: Any, before: Any) -> bool:
         return False
     if isinstance(before, dict):
         pairs = zip(container.items(), before.items(), strict=True)
-        return all(k is l and v is w for (k, v), (l, w) in pairs)
+        return all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
     if isinstance(before, set):
         return all(item in container for item in before)
     return all(a is b for a, b in zip(container, before, strict=True))
