@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from changing_steps import WIDTH, Halves, Outcome, outcome_of
+from changing_steps import BATCH, WIDTH, Halves, Outcome, outcome_of
 from torch import Tensor, nn
 
 SCALE: Any = 1.0
@@ -135,6 +135,8 @@ class Partial(Halves):
 
 
 class CallableAttribute(Halves):
+    room = 1.3
+
     def change(self, k: int) -> None:
         self.does = _ACTIVATIONS[k % len(_ACTIVATIONS)]
 
@@ -283,6 +285,8 @@ class RequiresGradBranch(Halves):
 class ModeOfPart(Halves):
     """A part is put in eval mode now and then, as frozen batch norm is."""
 
+    room = 1.3
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
@@ -306,9 +310,8 @@ class DefaultDtype(Halves):
 class Autocast(Halves):
     """Autocast around the module is switched on and off."""
 
-    def batch(self, k: int) -> tuple[Any, ...]:
+    def change(self, k: int) -> None:
         self.is_on = bool(k % 2)
-        return super().batch(k)
 
     def step(self, *batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
@@ -338,7 +341,7 @@ class DeterminismFlag(Halves):
 
 class InputSizes(Halves):
     def batch(self, k: int) -> tuple[Any, ...]:
-        return (torch.randn(64 - 7 * k, WIDTH, generator=torch.Generator().manual_seed(k)),)
+        return (torch.randn(BATCH - 7 * k, WIDTH, generator=torch.Generator().manual_seed(k)),)
 
     def between(self, h: Tensor) -> Tensor:
         return h / h.shape[0] + len(h)
