@@ -4,6 +4,7 @@ Hypothesis tries the same examples in every run, so that a commit passes or fail
 `pytest --hypothesis-profile=explore` looks for new ones.
 """
 
+import logging
 import os
 
 import torch
@@ -15,3 +16,5 @@ settings.load_profile("repeatable")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes of `pytest -n` fill the cores
     torch.set_num_threads(1)
+
+logging.getLogger("torch.__trace").disabled = True  # TorchDynamo's structured log, which pytest would format and keep

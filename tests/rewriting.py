@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
 
 from lightning_remat import Plan, profile, simulate, trace
-from lightning_remat.capture.tracer import TracedModule
 from lightning_remat.execution.program import compile_schedule
 from lightning_remat.execution.rewriter import forced
 from lightning_remat.lowering import lower_kept
+from lightning_remat.operations.operation import TracedModule
 from lightning_remat.schedules.schedule import Schedule
 
 
@@ -36,7 +36,7 @@ def rewrite(module: nn.Module, schedule: Schedule | Iterable[int], *args: Any, *
     simulation = simulate(graph, chosen)
     plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
     plan = Plan("test", simulation.peak_bytes, chosen, simulation, graph, plain)
-    forced(module, compile_schedule(traced, chosen), plan)
+    forced(module, compile_schedule(traced, chosen, graph), plan)
     return traced
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import TraceError
-from ..execution.rewriter import restore
+from ..execution.rewriter import install_parts, restore
 from ..plans.step_memory import Surroundings, Timeline
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..regions.calls import View
-from ..regions.rematerializer import rematerialize
-from ..regions.search import find_regions, profiled_out_of_place
+from ..regions.search import find_regions, profiled_out_of_place, programs_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
@@ -169,7 +168,7 @@ def planned_out_of_place(trial: Trial, model: StepModel, *, with_scratch: bool) 
 
     def at(size: int) -> dict[str, Graph]:
         calls = trial.look_through(size, list(model.graphs)).calls
-        return profiled_out_of_place(calls, with_scratch=with_scratch)[1]
+        return profiled_out_of_place(calls, {}, with_scratch=with_scratch)[1]
 
     profiles = [at(size) for size in model.sizes]
     return replace(model, planned=_joined(model.sizes, profiles)) if profiles[0] else None
@@ -191,17 +190,8 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
     Returns:
         The rewritten modules.
     """
-    done: dict[str, nn.Module] = {}
-    try:
-        for call in trial.look_through(batch_size, list(step.plans)).calls:
-            if call.name not in done:
-                done[call.name] = call.module
-                with call.ambient.restored():
-                    rematerialize(call.module, *call.args, plan=step.plans[call.name], **call.kwargs)
-    except BaseException:
-        uninstall(done.values())
-        raise
-    return list(done.values())
+    programs = programs_of(trial.look_through(batch_size, list(step.plans)).calls, step.plans)
+    return install_parts(programs, step.plans)
 
 
 def uninstall(modules: Iterable[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""One run of a captured graph on fake tensors that notes, value by value, what aliases what and what each node writes."""
+"""One run of a captured graph on fake tensors that notes what aliases what, and what each node writes."""
 
 from __future__ import annotations
 
@@ -99,6 +99,11 @@ class fake_values:
 
 class WriteWatch(TorchDispatchMode):
     """Notes random operations and writes to running statistics, which batch norm's schema does not declare."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -24,12 +26,20 @@ from ..module_state.nesting import tensors_in
 
 _numbers = itertools.count(1)
 
+# TorchDynamo asks every input whether it has a gradient, of which PyTorch warns the user.
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._(dynamo|subclasses)")
+
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+)
+
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # LSTM and GRU are operations like others
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "suppress_errors": False,
+    "recompile_limit": 16,
 }
 
 
@@ -87,20 +97,25 @@ class CompiledForward:
 
     Args:
         forward: The function, which takes the module first.
+        is_whole: Whether it must be one graph. Else what cannot be captured runs as it is between several.
 
     Attributes:
         function: That function.
+        is_whole: Whether it must be one graph.
         is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.function = forward
+    def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True) -> None:
+        self.function, self.is_whole = forward, is_whole
         self.is_exhausted = False
+        self._numbers: dict[CapturedGraph, int] = {}
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
         entry = types.FunctionType(code, names)
-        self._compiled = cast(Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=True))
+        self._compiled = cast(
+            Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole, **_ISOLATED)
+        )
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         return partial(self._called, CapturedGraph(module))
@@ -114,6 +129,8 @@ class CompiledForward:
         Raises:
             CaptureError: The forward with these arguments is no single graph; nothing of it has run.
         """
+        if (mode := _mode_in_the_way()) is not None:
+            raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             with config.patch(_SETTINGS):  # of this thread; TorchDynamo may have to capture anew
@@ -123,6 +140,10 @@ class CompiledForward:
             raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
         finally:
             self._local.run = before
+
+    def number_of(self, graph: CapturedGraph) -> int:
+        """Its place among the graphs that were asked for, in the order of their first calls."""
+        return self._numbers.setdefault(graph, len(self._numbers))
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
@@ -144,16 +165,28 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
-_forwards: weakref.WeakKeyDictionary[nn.Module, CompiledForward] = weakref.WeakKeyDictionary()
+_forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
+    weakref.WeakKeyDictionary(),
+    weakref.WeakKeyDictionary(),
+)
 
 
-def forward_of(module: nn.Module) -> CompiledForward:
+def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     """The compiled forward of a module, the same as long as the module lives: what was captured serves again."""
     function: Any = type(module).forward
-    known = _forwards.get(module)
+    known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
-        known = _forwards[module] = CompiledForward(function)
+        known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
     return known
+
+
+def _mode_in_the_way() -> str | None:
+    """The name of a dispatch mode, of a profiler or a counter, under which TorchDynamo leaves code as it is."""
+    for k in range(torch._C._len_torch_dispatch_stack()):
+        mode: Any = torch._C._get_dispatch_stack_at(k)
+        if not mode.is_infra_mode() and not mode.ignore_compile_internals():
+            return type(mode).__name__
+    return None
 
 
 def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:

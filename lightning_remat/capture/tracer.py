@@ -42,19 +42,12 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     return capture_call(module, args, kwargs)[0]
 
 
-def trace_out_of_place(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule | None:
-    """What `trace` returns, in-place activations as out-of-place operations of their own; None if there are none.
+def out_of_place(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | None:
+    """A traced call with in-place activations as out-of-place operations of their own; None if there are none.
 
     The results are the same in every bit. The plain step takes more memory, by a copy of each activation's input; the
     lowest peak may be lower, as that input need not stay while the gradient passes the activation.
     """
-    forward = forward_of(module)
-    captured, values = _bound(forward, module, args, kwargs)
-    return traced_graph(module, forward, captured, values, tensors_in((args, kwargs)), is_out_of_place=True)
-
-
-def out_of_place(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | None:
-    """What `trace_out_of_place` returns, of a call that is traced already."""
     captured, values = _bound(traced.forward, traced.module, args, kwargs)
     given = tensors_in((args, kwargs))
     return traced_graph(traced.module, traced.forward, captured, values, given, is_out_of_place=True)
@@ -89,7 +82,7 @@ def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def is_alike(a: TracedModule, b: TracedModule) -> bool:
-    """Whether both have the same operations, between which the same values pass: a plan for one is one for the other."""
+    """Whether both have the same operations, between which the same values pass: their plans are exchangeable."""
     return [_shape_of(o) for o in a.operations] == [_shape_of(o) for o in b.operations] and a.outputs == b.outputs
 
 
@@ -174,7 +167,7 @@ def traced_graph(
 def _owned(
     module: nn.Module, placeholders: list[fx.Node], values: list[Any], given: list[Tensor]
 ) -> Mapping[fx.Node, str]:
-    """The placeholders whose tensors are not among the call's arguments, with the names that the module has for them."""
+    """The placeholders whose tensors are not among the call's arguments, and the names of these tensors."""
     names = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
     held = {id(s) for t in given if (s := tensor_storage(t)) is not None}
     found: dict[fx.Node, str] = {}

@@ -116,6 +116,8 @@ class Execution:
                         self._sleep(n)
                     else:
                         self._revive(n)
+                        if learns is not None:
+                            learns.note(n)
             self._leave_autograd()
         except BaseException:
             self._forget()
@@ -209,17 +211,17 @@ class Execution:
                     continue
                 place = _OUTSIDE  # it is another one this time: held, whatever it costs
             if isinstance(place.source, TapeRef):
-                self.tapes.setdefault(n, {})[k] = tensor
+                self.tapes.setdefault(n, {})[k] = tensor.detach()  # it may be the very tensor, which holds the graph
                 if not place.source.is_like(tensor):
                     place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
             else:
-                self.held[n, k] = tensor, tensor._version
+                self.held[n, k] = tensor.detach(), tensor._version
             kept.append(place)
         self.saved[n] = kept
 
     def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
         """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
-        inputs = {id(t) for t in tensors_of(self.values[i] for i in step.inputs)}
+        inputs = {id(t) for t in tensors_of(self.values[i] for i in (*step.inputs, *step.external, *step.kept))}
         return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, tuple(outputs))
 
     def _announce(self, n: int, leaves: list[Tensor]) -> None:

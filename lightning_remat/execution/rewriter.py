@@ -6,20 +6,21 @@ import logging
 import threading
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
-from ..capture.tracer import is_alike, out_of_place, traced_graph
+from ..capture.tracer import is_alike, traced_graph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..module_state.nesting import tensors_in
-from ..module_state.refusals import is_captured
+from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan
 from ..plans.planner import plan as make_plan
@@ -35,22 +36,6 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 _MOST_PLANS = 8
 """Graphs for which plans are made while a module trains, before it goes on without."""
-
-
-def as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
-    """The operations that an earlier plan is for: in-place activations are apart in some.
-
-    Args:
-        traced: The module, in-place activations in place.
-        args: Positional arguments of the call that was traced.
-        kwargs: Its keyword arguments.
-        plan: Made for this module, or for another, of which `checked_program` tells.
-    """
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] == names:
-        return traced
-    apart = out_of_place(traced, args, kwargs)
-    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def checked_program(traced: TracedModule, plan: Plan) -> Program:
@@ -70,6 +55,9 @@ def checked_program(traced: TracedModule, plan: Plan) -> Program:
     return compile_schedule(traced, plan.schedule, plan.graph)
 
 
+Part = tuple[Program, Plan]
+"""How a graph runs, and the plan that says so."""
+
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -78,20 +66,22 @@ class _Rewritten:
 
     Args:
         plan: That of the module; None in a pickle.
-        program: What it runs by; None where its submodules have programs of their own.
+        parts: The programs of the graphs that its forward consists of, and their plans; none where only its submodules
+            have programs of their own.
         planner: What makes further plans, for graphs that TorchDynamo captures later.
     """
 
     def __init__(
-        self, plan: Plan | None, program: Program | None = None, planner: str | Callable[..., Schedule] = "auto"
+        self, plan: Plan | None, parts: Sequence[Part] = (), planner: str | Callable[..., Schedule] = "auto"
     ) -> None:
-        self.plan, self.program, self.planner = plan, program, planner
+        self.plan, self.parts, self.planner = plan, parts, planner
         self.watch: Watch | None = None
         self._lock = threading.Lock()
         self._programs: dict[CapturedGraph, Program | None] = {}
         self._num_plans = 0
-        if program is not None:
-            self._programs[cast(CapturedGraph, program.traced.captured)] = program
+        for program, part in parts:
+            graph = cast(CapturedGraph, program.traced.captured)
+            self._programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's results, by the program of the graph that TorchDynamo's guards choose.
@@ -99,8 +89,7 @@ class _Rewritten:
         Raises:
             CaptureError: There is none, and nothing has run.
         """
-        assert self.program is not None
-        forward: CompiledForward = self.program.traced.forward
+        forward: CompiledForward = self.parts[0][0].traced.forward
         return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Any:
@@ -113,17 +102,15 @@ class _Rewritten:
 
     def _program_for(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations."""
-        assert self.program is not None
-        assert self.plan is not None
-        module, args, kwargs = call
-        name, given = type(module).__name__, tensors_in((args, kwargs))
-        planned, forward = self.program.traced, self.program.traced.forward
+        module = call[0]
+        forward: CompiledForward = self.parts[0][0].traced.forward
+        name, given = type(module).__name__, self._given(call, values)
         try:
             traced = traced_graph(module, forward, graph, values, given)
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
-            for found in (traced, apart):
-                if found is not None and is_alike(found, planned):
-                    return compile_schedule(found, self.plan.schedule, self.plan.graph)
+            for (program, plan), found in product(self.parts, (traced, apart)):
+                if found is not None and is_alike(found, program.traced):
+                    return compile_schedule(found, plan.schedule, plan.graph)
             assert traced is not None
             if self._num_plans == _MOST_PLANS:
                 warnings.warn(
@@ -134,12 +121,19 @@ class _Rewritten:
                 return None
             self._num_plans += 1
             costs = profile_call(traced, values, given, repeats=1)
-            plan = make_plan(costs, self.plan.budget_bytes, self.planner)
+            plan = make_plan(costs, max(part.budget_bytes for _, part in self.parts), self.planner)
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
             return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
         except (TraceError, InfeasibleBudgetError) as error:
             warnings.warn(f"{name} runs without rematerialization in this case: {error}", stacklevel=2)
             return None
+
+    def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:
+        """The tensors that come into a graph: the call's, or any that the module does not hold."""
+        if self.parts[0][0].traced.forward.is_whole:
+            return tensors_in(call[1:])
+        owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
+        return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
@@ -161,12 +155,12 @@ def install(module: nn.Module, program: Program, plan: Plan, planner: str | Call
 
 def forced(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
     """Puts the program in the place of the module's forward even if it recomputes nothing, to measure its cost."""
-    _put(module, _Rewritten(plan, program, planner))
+    _put(module, _Rewritten(plan, [(program, plan)], planner))
 
 
 def _put(module: nn.Module, state: _Rewritten) -> None:
     vars(module)[_STATE] = state
-    if state.program is not None:
+    if state.parts:
         _bind(module)
 
 
@@ -182,19 +176,48 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     return replica
 
 
-def install_regions(module: nn.Module, programs: Mapping[str, Program], plan: Plan) -> None:
-    """Puts the programs in the place of the forwards of the submodules that they are named by.
+def install_parts(
+    programs: Mapping[str, Program], plans: Mapping[str, Plan], planner: str | Callable[..., Schedule] = "auto"
+) -> list[nn.Module]:
+    """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
     Args:
-        module: Keeps its own forward.
-        programs: Submodule name → its program.
-        plan: The plan of the whole, which holds those of the parts.
+        programs: Region → its program.
+        plans: Region → its plan.
+        planner: Makes further plans, for graphs that are captured later.
+
+    Returns:
+        The modules that are rewritten.
+    """
+    parts: dict[nn.Module, list[Part]] = {}
+    for name, program in programs.items():
+        parts.setdefault(program.traced.module, []).append((program, plans[name]))
+    rewritten = {m: own for m, own in parts.items() if any(_is_worth(plan) for _, plan in own)}
+    for m, own in rewritten.items():
+        restore(m)
+        _put(m, _Rewritten(own[0][1], own, planner))
+    return list(rewritten)
+
+
+def install_regions(
+    module: nn.Module, programs: Mapping[str, Program], plan: Plan, planner: str | Callable[..., Schedule] = "auto"
+) -> None:
+    """Puts the programs of its regions in a module.
+
+    Args:
+        module: What consists of the regions.
+        programs: Region → its program.
+        plan: The plan of the whole, which holds those of the regions.
+        planner: Makes further plans, for graphs that are captured later.
     """
     assert plan.step is not None
     restore(module)
-    for name, program in programs.items():
-        install(module.get_submodule(name), program, plan.step.plans[name])
-    vars(module)[_STATE] = _Rewritten(plan)
+    install_parts(programs, plan.step.plans, planner)
+    own: _Rewritten | None = vars(module).get(_STATE)
+    if own is None:
+        vars(module)[_STATE] = _Rewritten(plan)
+    else:
+        own.plan = plan
 
 
 def restore(module: nn.Module) -> None:
@@ -258,12 +281,17 @@ class Rewriting:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one."""
+    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one.
+
+    So does `torch.utils.checkpoint` around it, which counts what its two runs save and keeps nothing of it.
+    """
     original = type(self).forward
     if torch.compiler.is_compiling() or is_captured():
         return original(self, *args, **kwargs)
     state: _Rewritten | None = vars(self).get(_STATE)
-    if state is None or state.program is None or not self.training or not torch.is_grad_enabled():
+    if state is None or not state.parts or not self.training or not torch.is_grad_enabled():
+        return original(self, *args, **kwargs)
+    if is_in_checkpoint():
         return original(self, *args, **kwargs)
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"

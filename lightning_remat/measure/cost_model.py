@@ -20,6 +20,11 @@ LAUNCH_SECONDS = 2e-6
 class CostCounter(TorchDispatchMode):
     """Adds up an estimate of the seconds of all operations inside: the slower of arithmetic and memory traffic."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
+        return True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.seconds = 0.0

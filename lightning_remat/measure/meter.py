@@ -126,6 +126,11 @@ def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
 class StorageMeter(TorchDispatchMode):
     """Sums the bytes of live storages, which it meets as results of operations and sees die."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.alive_bytes = 0

@@ -56,3 +56,9 @@ def _is_instance(module: nn.Module, name: str) -> bool:
 def is_captured() -> bool:
     """Whether the code that asks runs for `torch.export` or `torch.jit.trace`, which want the plain forward."""
     return torch.compiler.is_exporting() or is_tracing()
+
+
+def is_in_checkpoint() -> bool:
+    """Whether the code that asks runs within `torch.utils.checkpoint`, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

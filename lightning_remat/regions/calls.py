@@ -5,15 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..capture.dynamo import CapturedGraph, Run, forward_of
+from ..capture.tracer import out_of_place, trace, traced_graph
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
+from ..operations.operation import TracedModule
 from ..operations.saved_tensors import storage_key
+from ..profiling.profiler import profile, profile_call
+from ..schedules.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class Call:
         kwargs: Keyword arguments, likewise.
         ambient: The settings (autocast) under which it was called.
         outputs: The storages that it returned; dead once nobody holds them.
+        part: One of the graphs of the submodule's forward that runs, where it is no single graph; `args` are then the
+            tensors that come into it.
     """
 
     name: str
@@ -35,6 +43,56 @@ class Call:
     kwargs: dict[str, Any]
     ambient: Ambient
     outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
+    part: Part | None = None
+
+    def traced(self) -> TracedModule:
+        """The operations of the call.
+
+        Raises:
+            TraceError: It has none.
+        """
+        with self.ambient.restored():
+            if self.part is None:
+                return trace(self.module, *self.args, **self.kwargs)
+            traced = self._traced_part(is_out_of_place=False)
+            assert traced is not None
+            return traced
+
+    def out_of_place(self, traced: TracedModule) -> TracedModule | None:
+        """Its operations with in-place activations apart; None if there are none."""
+        with self.ambient.restored():
+            if self.part is None:
+                return out_of_place(traced, self.args, self.kwargs)
+            return self._traced_part(is_out_of_place=True)
+
+    def profiled(self, traced: TracedModule, **options: Any) -> Graph:
+        """The costs of these operations in the call, with the options of `profile`."""
+        with self.ambient.restored():
+            if self.part is None:
+                return profile(traced, *self.args, **options, **self.kwargs)
+            return profile_call(traced, self.part.values, tensors_in(self.args), **options)
+
+    def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
+        assert self.part is not None
+        forward = forward_of(self.module, is_whole=False)
+        given = tensors_in(self.args)
+        with torch.enable_grad():
+            return traced_graph(
+                self.module, forward, self.part.graph, self.part.values, given, is_out_of_place=is_out_of_place
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A graph within a forward, and the values with which it runs.
+
+    Attributes:
+        graph: What TorchDynamo captured.
+        values: Of its placeholders; those that come from elsewhere in the step are detached.
+    """
+
+    graph: CapturedGraph
+    values: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +128,17 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     Args:
         root: The module whose submodules are watched.
         step: Runs the forward of one training step.
-        modules: Submodules, or their names, to watch instead of the outermost ones.
+        modules: Submodules, or their names, to watch instead of the outermost ones. Of a name with a number in
+            brackets, as `"net[0]"`, the graphs that TorchDynamo captures of the submodule's forward are the calls.
 
     Raises:
         NoCallError: The step makes no such call.
         ValueError: `modules` names what the root does not have.
     """
     names = {m: name for name, m in reversed(submodules(root))}
-    watched = _resolve(root, names, modules)
+    divided, whole = _divided(modules)
+    in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
+    watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
     between = _SavedBetween([*root.parameters(), *root.buffers()])
@@ -89,21 +150,39 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         del module, args
         frames.pop().leave(output)
 
+    def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
+        if len(frames) > 1 or not torch.is_grad_enabled():
+            return graph.module(*values)
+        owned = {id(t) for t in (*module.parameters(), *module.buffers())}
+        args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in owned)
+        frames.append(top.call(module, args, {}, is_outermost=True))
+        frames[-1].part = Part(graph, values)
+        output = graph.module(*values)
+        frames.pop().leave(output)
+        return output
+
+    @torch.compiler.disable  # TorchDynamo sees what runs between the graphs that it captures
+    def pack(tensor: Tensor) -> None:
+        if len(frames) == 1:
+            between.note(tensor, _outputs_of(top.children))
+
     handles: list[Any] = []
     try:
+        for module in in_parts:
+            vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
         for module in watched:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         with (
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t: between.note(t, _outputs_of(top.children)) if len(frames) == 1 else None, _unpack_nothing
-            ),
+            torch.autograd.graph.saved_tensors_hooks(pack, _unpack_nothing),
         ):
             step()
     finally:
         for handle in handles:
             handle.remove()
+        for module in in_parts:
+            del vars(module)["forward"]
     chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]
@@ -113,10 +192,31 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
-    calls = [
-        Call(names[f.module], f.module, detached(f.args), detached(f.kwargs), f.ambient, f.outputs) for f in chosen
-    ]
+    calls = [_as_call(frame, names[frame.module]) for frame in chosen]
     return View(calls, between.bytes_beside(calls))
+
+
+def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
+    return forward_of(module, is_whole=False).call(run, module, args, kwargs)
+
+
+def _divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    """Of what is to be watched, what is watched by the graphs of its forward, and what as a whole."""
+    if modules is None:
+        return [], None
+    divided = [m.rpartition("[")[0] for m in modules if isinstance(m, str) and m.endswith("]")]
+    return divided, [m for m in modules if not (isinstance(m, str) and m.endswith("]"))]
+
+
+def _as_call(frame: _Frame, name: str) -> Call:
+    if frame.part is None:
+        args, kwargs = detached((frame.args, frame.kwargs))
+        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs)
+    graph, values = frame.part.graph, frame.part.values
+    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in frame.args}
+    part = Part(graph, [apart.get(id(v), v) for v in values])
+    number = forward_of(frame.module, is_whole=False).number_of(graph)
+    return Call(f"{name}[{number}]", frame.module, tuple(apart.values()), {}, frame.ambient, frame.outputs, part)
 
 
 def _unpack_nothing(nothing: None) -> Tensor:
@@ -161,6 +261,7 @@ class _Frame:
         self.module, self.args, self.kwargs = module, args, kwargs
         types = {t.device.type for t in tensors_in((args, kwargs))}
         self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
+        self.part: Part | None = None
         self.children: list[_Frame] = []
         self.is_handed_on = False  # gets just what its caller got
         self.is_trainable = self.is_differentiable = False

@@ -97,8 +97,8 @@ def _counted_twice_bytes(calls: Sequence[Call]) -> int:
 
     An input that another region returned is counted there; parameters and inputs may be shared.
     """
-    modules = dict.fromkeys(call.module for call in calls)
-    owned = [[*m.parameters(), *m.buffers()] for m in modules]
+    regions = {call.name: call.module for call in calls}
+    owned = [[*m.parameters(), *m.buffers()] for m in regions.values()]
     seen = _storages(t for tensors in owned for t in tensors)
     counted, distinct = sum(storage_bytes(tensors) for tensors in owned), sum(seen.values())
     for call in calls:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..budget import Budget, parse_budget
 from ..capture.tracer import out_of_place, trace
 from ..errors import InfeasibleBudgetError, TraceError
-from ..execution.rewriter import Rewriting, as_planned, checked_program, install, restore
+from ..execution.rewriter import Rewriting, checked_program, install, restore
 from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
@@ -94,7 +94,7 @@ def rematerialize(
             if plan is None:
                 traced, made = _planned(traced, args, kwargs, budget_of, planner)
             else:
-                traced, made = as_planned(traced, args, kwargs, plan), plan
+                traced, made = _as_planned(traced, args, kwargs, plan), plan
             install(module, checked_program(traced, made), made, planner)
         if self_check:
             made = _checked(module, args, kwargs, made)
@@ -157,6 +157,15 @@ def _planned(
             raise min(error, other, key=lambda e: e.minimum_bytes) from None
         traced, made = apart, replace(made, plain=plain.simulation)
     return traced, replace(made, rung=traced.rung, reasons=traced.reasons)
+
+
+def _as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
+    """The operations that an earlier plan is for: in-place activations are apart in some."""
+    names = [node.name for node in plan.graph.nodes]
+    if [operation.name for operation in traced.operations] == names:
+        return traced
+    apart = out_of_place(traced, args, kwargs)
+    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def _log(module: nn.Module, plan: Plan) -> None:

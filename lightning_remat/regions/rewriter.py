@@ -11,9 +11,9 @@ from torch import nn
 
 from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError, TraceError
-from ..execution.program import Program
-from ..execution.rewriter import as_planned, checked_program, install_regions, restore
+from ..execution.rewriter import checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
+from ..module_state.refusals import reason_against
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan
 from ..plans.step_memory import Surroundings
@@ -22,7 +22,7 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .calls import View, look_through
 from .footprint import outside_bytes
-from .search import find_regions, parts_of, profiled_out_of_place, traced_call
+from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import step_peak, untouched
 
 _MOST_STEPS = 4
@@ -63,7 +63,10 @@ def rewrite_regions(
     if plan is not None:
         _install_earlier(module, look, plan, error)
         return plan
-    regions = find_regions(look, list(parts_of(module)))
+    can_divide = reason_against(module) is None and not is_exchanged(module)
+    regions = find_regions(look, ["[]"] if can_divide else list(parts_of(module)))
+    if can_divide and not regions.traced:
+        regions = find_regions(look, list(parts_of(module)))
     profiles = regions.profiled()
     # Only where there is anything to discard.
     graphs = {k: g for k, g in profiles.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
@@ -101,12 +104,7 @@ def _install_earlier(
 ) -> None:
     if plan.step is None:
         raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
-    calls = {call.name: call for call in look(list(plan.step.plans)).calls}
-    programs: dict[str, Program] = {}
-    for name, part in plan.step.plans.items():
-        call = calls[name]
-        with call.ambient.restored():
-            programs[name] = checked_program(as_planned(traced_call(call), call.args, call.kwargs, part), part)
+    programs = programs_of(look(list(plan.step.plans)).calls, plan.step.plans)
     install_regions(module, programs, plan)
 
 

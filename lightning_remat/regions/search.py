@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
-from ..capture.tracer import out_of_place, trace
 from ..errors import TraceError
+from ..execution.program import Program
+from ..execution.rewriter import checked_program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
 from ..operations.operation import TracedModule
-from ..profiling.profiler import profile
+from ..plans.planner import Plan
 from ..schedules.graph import Graph
 from .calls import Call, NoCallError, View
 
@@ -41,20 +43,19 @@ class Regions:
         return "".join(f"\n  {reason}" for reason in self.reasons) or " it calls none that save anything"
 
     def profiled(self, **options: Any) -> dict[str, Graph]:
-        """Submodule name → its profile on the arguments of its first call, with the options of `profile`."""
+        """Region → its profile on the values of its first call, with the options of `profile`."""
         graphs: dict[str, Graph] = {}
         for call in self.view.calls:
             if call.name not in graphs:
-                with call.ambient.restored():
-                    graphs[call.name] = profile(self.traced[call.name], *call.args, **options, **call.kwargs)
+                graphs[call.name] = call.profiled(self.traced[call.name], **options)
         return graphs
 
 
-def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence[nn.Module] | None) -> Regions:
-    """The outermost submodules that can be traced as a step calls them.
+def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence[Any] | None) -> Regions:
+    """The outermost submodules that can be captured as a step calls them, or the graphs that their forwards consist of.
 
-    A submodule that cannot is looked into: its own submodules are tried, and what it does besides stays plain. The
-    step is run once for each level; it holds the arguments of the calls, as the planned step will too.
+    Of a submodule that can be captured neither way its own submodules are tried, and what it does besides stays plain.
+    The step is run once for each level; it holds the arguments of the calls, as the planned step will too.
 
     Args:
         look: Looks through a step for the calls of some submodules, or of those that it calls outermost (None).
@@ -66,43 +67,79 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
     Raises:
         NoCallError: The step calls nothing to begin with.
     """
-    traced: dict[nn.Module, TracedModule] = {}
-    reasons: dict[nn.Module, str] = {}
+    traced: dict[str, TracedModule] = {}
+    reasons: dict[str, str] = {}
+    divided: dict[nn.Module, str] = {}
     while watched is None or watched:
         try:
             view = look(watched)
         except NoCallError:
             if watched is None:
                 raise
-            break
-        called = dict.fromkeys(call.module for call in view.calls)
-        failed = [m for m in called if m not in traced and not _is_traced(m, view.calls, traced, reasons)]
+            if not divided:
+                break
+            watched, divided = list(_outermost(inner for m in divided for inner in _parts_within(m))), {}
+            continue
+        for name in dict.fromkeys(call.name for call in view.calls):
+            if name not in traced and name not in reasons:
+                _note(name, view.calls, traced, reasons)
+        failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and c.part is None)
+        calls = [call for call in view.calls if call.name in traced]
         if not failed:
-            found = {call.name: traced[call.module] for call in view.calls}
+            found = {call.name: traced[call.name] for call in calls}
             inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
-            return Regions(view, found, (*reasons.values(), *inside))
-        watched = _outermost(inner for m in called for inner in ([m] if m in traced else _parts_within(m)))
+            return Regions(replace(view, calls=calls), found, (*reasons.values(), *inside))
+        named = {call.module: call.name for call in view.calls}
+        watched = [call.name for call in calls]
+        for m in failed:
+            if reason_against(m) is None and not is_exchanged(m):
+                divided[m] = named[m]
+                watched.append(f"{named[m]}[]")
+            else:
+                watched += list(_parts_within(m))
     return Regions(View([], 0), {}, tuple(reasons.values()))
 
 
 def profiled_out_of_place(
     calls: Iterable[Call], known: Mapping[str, TracedModule], **options: Any
 ) -> tuple[dict[str, TracedModule], dict[str, Graph]]:
-    """The submodules that overwrite in activations, with these as operations of their own: name → operations, profile.
+    """The regions that overwrite in activations, with these as operations of their own: name → operations, profile.
 
     Args:
-        calls: The arguments of the first call of each submodule serve.
-        known: Submodule name → its operations in place.
+        calls: The values of the first call of each region serve.
+        known: Region → its operations in place.
         **options: Of `profile`.
     """
     traced: dict[str, TracedModule] = {}
     graphs: dict[str, Graph] = {}
     for call in {call.name: call for call in reversed(list(calls))}.values():
-        with call.ambient.restored():
-            apart = out_of_place(known[call.name], call.args, call.kwargs)
-            if apart is not None:
-                traced[call.name], graphs[call.name] = apart, profile(apart, *call.args, **options, **call.kwargs)
+        apart = call.out_of_place(known[call.name] if call.name in known else call.traced())
+        if apart is not None:
+            traced[call.name], graphs[call.name] = apart, call.profiled(apart, **options)
     return traced, graphs
+
+
+def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, Program]:
+    """Region → its program, of plans that were made earlier.
+
+    Raises:
+        ValueError: A plan is for something else than what the step does.
+    """
+    first = {call.name: call for call in reversed(list(calls))}
+    missing = [name for name in plans if name not in first]
+    if missing:
+        raise ValueError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
+    return {name: checked_program(as_planned(first[name], plan), plan) for name, plan in plans.items()}
+
+
+def as_planned(call: Call, plan: Plan) -> TracedModule:
+    """The operations that an earlier plan is for: in-place activations are apart in some."""
+    traced = call.traced()
+    names = [node.name for node in plan.graph.nodes]
+    if [operation.name for operation in traced.operations] == names:
+        return traced
+    apart = call.out_of_place(traced)
+    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -124,26 +161,27 @@ def _parts_within(module: nn.Module) -> Iterator[nn.Module]:
     return iter(()) if is_sharded(module) else parts_of(module)
 
 
-def traced_call(call: Call) -> TracedModule:
-    """The operations of a call."""
-    with call.ambient.restored():
-        return trace(call.module, *call.args, **call.kwargs)
-
-
-def _is_traced(
-    module: nn.Module, calls: Sequence[Call], traced: dict[nn.Module, TracedModule], reasons: dict[nn.Module, str]
-) -> bool:
-    """Notes the operations of a submodule, all calls of which must be alike, or why it has none."""
-    own = [call for call in calls if call.module is module]
+def _note(name: str, calls: Sequence[Call], traced: dict[str, TracedModule], reasons: dict[str, str]) -> None:
+    """Notes the operations of a region, all calls of which must be alike, or why it has none."""
+    own = [call for call in calls if call.name == name]
     try:
-        if any(_kind_of_call(a) != _kind_of_call(b) for a, b in pairwise(own)):
-            raise TraceError(f"it is called {len(own)} times in a step, with arguments of different kinds")
-        if (reason := reason_against(module)) is not None:
-            raise TraceError(reason)
-        traced[module] = traced_call(own[0])
+        if own[0].part is None:
+            if any(_kind_of_call(a) != _kind_of_call(b) for a, b in pairwise(own)):
+                raise TraceError(f"it is called {len(own)} times in a step, with arguments of different kinds")
+            if (reason := reason_against(own[0].module)) is not None:
+                raise TraceError(reason)
+            if is_exchanged(own[0].module):
+                raise TraceError("its forward has been replaced on this instance, or a part of it is compiled")
+        traced[name] = own[0].traced()
     except TraceError as error:
-        reasons[module] = f"{own[0].name}: {error}" if own[0].name else str(error)
-    return module in traced
+        reasons[name] = f"{name}: {error}" if name else str(error)
+
+
+def is_exchanged(module: nn.Module) -> bool:
+    """Whether the module does something else than its class says, or is compiled in part: that stays as it is."""
+    compiled = (m for m in module.modules() if m._compiled_call_impl is not None)  # pyright: ignore
+    optimized = (m for m in module.modules() if isinstance(m, OptimizedModule))
+    return "forward" in vars(module) or any(True for _ in compiled) or any(True for _ in optimized)
 
 
 def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:

@@ -39,7 +39,7 @@ def main() -> None:
     x = torch.randn(arguments.batch_size, 3, arguments.size, arguments.size)
     traced = trace(executed, x)
     made = plan(profile(traced, x, repeats=1), 1 << 62, "keep_all")
-    forced(executed, compile_schedule(traced, made.schedule), made)
+    forced(executed, compile_schedule(traced, made.schedule, made.graph), made)
     pairs: list[tuple[float, float]] = []
     for k in range(arguments.steps + 2):
         # Each goes first in every other pair: what runs second finds memory that the first has just returned.

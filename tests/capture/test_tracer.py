@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat import TraceError, trace
-from lightning_remat.capture.tracer import TracedModule
+from lightning_remat.operations.operation import TracedModule
 
 
 def described(traced: TracedModule) -> list[tuple[str, str, tuple[int, ...], int | None]]:

@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from training_steps import assert_equal_traces, traces
 
 from lightning_remat import InfeasibleBudgetError, Plan, TraceError, rematerialize, restore
 from lightning_remat.execution.rewriter import current_plan
@@ -124,19 +125,35 @@ def test_what_cannot_be_traced_names_line_and_remedy() -> None:
     assert "test_rewriter.py" in caught.value.where
 
 
-def test_a_submodule_that_cannot_be_traced_is_one_operation() -> None:
-    module = nn.Sequential(nn.Linear(16, 16), BranchesOnValues(), nn.Linear(16, 16), BranchesOnValues(), nn.Sigmoid())
-    plan = rematerialize(module, X, memory_budget="100%", planner="periodic")
-    assert [n.name for n in plan.graph.nodes] == ["0", "1", "2", "3", "4"]
+class Block(nn.Module):
+    """A branch between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Tanh())
+        self.branch, self.last = BranchesOnValues(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.branch(self.first(x))).sigmoid()
 
 
-def test_other_arguments_and_flags_fall_back_with_a_warning() -> None:
-    module = rewritten()
-    module[1][1].eval()
-    with pytest.warns(UserWarning, match="training flags"):
-        module(X)
-    module.train()
-    module(X[:100])  # other sizes are fine
+def test_a_branch_on_values_divides_the_forward_into_graphs() -> None:
+    module = nn.Sequential(Block(), Block())
+    plain = copy.deepcopy(module)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        rematerialize(module, X, memory_budget=10)
+    plan = rematerialize(module, X, memory_budget=int(caught.value.minimum_bytes))
+    assert plan.rung == "regions"
+    assert plan.num_recomputed
+    assert any("Data-dependent branching" in reason for reason in plan.reasons)
+    assert_equal_traces(traces(plain, [X, X + 1, X - 9]), traces(module, [X, X + 1, X - 9]))
+
+
+def test_what_changes_is_captured_anew() -> None:
+    module, plain = rewritten(), network()
+    for m in (module, plain):
+        m[1][1].eval()
+    assert_equal_traces(traces(plain, [X, X[:100]]), traces(module, [X, X[:100]]))
 
 
 def test_sizes_may_change_between_steps() -> None:
