@@ -135,8 +135,6 @@ class Partial(Halves):
 
 
 class CallableAttribute(Halves):
-    room = 1.3
-
     def change(self, k: int) -> None:
         self.does = _ACTIVATIONS[k % len(_ACTIVATIONS)]
 
@@ -284,8 +282,6 @@ class RequiresGradBranch(Halves):
 
 class ModeOfPart(Halves):
     """A part is put in eval mode now and then, as frozen batch norm is."""
-
-    room = 1.3
 
     def __init__(self) -> None:
         super().__init__()
