@@ -25,6 +25,7 @@ from . import ranks
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import loader_batch_size
+from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
 from .planning import check_first_size, fits_stored, passes_check, planned
 from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps
