@@ -47,8 +47,8 @@ def planned(
 
 def fits_stored(trial: LightningTrial, result: Result) -> bool:
     """Whether an earlier result is for what the step calls now; told where it is not. Every rank takes part."""
-    reason = misfit_of(result.step, trial, trial.batch_size)
-    reason = trial.share(lambda: reason)
+    own = misfit_of(result.step, trial, trial.batch_size)
+    reason: str | None = trial.share(lambda: own)
     if reason is not None:
         rank_zero_warn(f"Rematerialization plans anew: {reason}")
     return reason is None
