@@ -13,6 +13,7 @@ from torch import nn
 
 from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError
+from ..execution.executor import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..plans.planner import plan
@@ -185,7 +186,7 @@ def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tup
     modules: list[nn.Module] = []
     try:
         modules = install(trial, size, step)
-        measured = trial.measure(size, with_scratch=settings.counts_scratch)
+        measured = retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
     except BaseException as error:
         uninstall(modules)
         if not is_out_of_memory(error):

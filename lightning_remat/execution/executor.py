@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .program import Do, Instruction, Place, Program, Step
+
+T = TypeVar("T")
+
+_MOST_RETRIES = 8
+"""Buffers that are found, one by one, to change between a forward and its backward."""
 
 
 class Watch(Protocol):
@@ -246,21 +251,23 @@ class Execution:
     def _conditions(self, n: int, step: Step) -> Any:
         """What an operation reads when it runs again: outside, the values of its first run."""
         values = self.values
+        copies = self.copies.get(n, {})
         for slot in step.external:
             value = values[slot]
-            if isinstance(value, Tensor) and value._version != self.versions[slot]:
+            if isinstance(value, Tensor) and slot not in copies and value._version != self.versions[slot]:
+                if not value.requires_grad:
+                    self.program.copied.add((n, slot))
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
                 raise modified(what, self.versions[slot], value)
-        if not step.scratch and not step.kept:
+        if not step.scratch and not step.kept and not copies:
             return values
         values = list(values)
-        copies = self.copies.get(n, {})
         for slot in step.kept:
             version = self.kept_versions.get((n, slot))
             if version is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
-        for slot in (*step.scratch, *step.kept):
+        for slot in {*step.scratch, *step.kept, *copies}:
             values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
@@ -305,9 +312,23 @@ def leaf_of(value: Any) -> Any:
     return tree_map_only(Tensor, leaf_of, value)
 
 
-def modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
+class ModifiedError(RuntimeError):
+    """A backward would use a value other than its forward, as something was changed in place in between."""
+
+
+def retried(run: Callable[[], T]) -> T:
+    """What `run` returns, once more if a buffer was changed before the backward: from then on its value is copied."""
+    for _ in range(_MOST_RETRIES):
+        try:
+            return run()
+        except ModifiedError:
+            continue
+    return run()
+
+
+def modified(what: str, version: int, tensor: Tensor) -> ModifiedError:
     """The error of a backward that would use a value other than its forward."""
-    return RuntimeError(
+    return ModifiedError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
         f"version {tensor._version}, expected version {version}. Remedy: use the out-of-place operation, or run the "
         "backward before the change"

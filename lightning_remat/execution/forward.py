@@ -50,7 +50,8 @@ class _Forward:
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
         learns, returned, values, steps = self.learns, self.returned, self.values, self.program.steps
-        is_watched = learns is not None or self.execution.watch is not None or bool(self.program.revived)
+        is_special = bool(self.program.revived or self.program.copied)
+        is_watched = is_special or learns is not None or self.execution.watch is not None
         try:
             with ContextStack() as contexts:
                 for what, n in self.program.forward:
@@ -103,6 +104,9 @@ class _Forward:
                 execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
             else:
                 execution.kept_versions[n, slot] = values[slot]._version
+        for m, slot in self.program.copied:
+            if m == n:
+                execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
         contexts.enter(step.contexts)
         if step.operation.is_random and not self.execution.is_fake:
             with generators_in_use:

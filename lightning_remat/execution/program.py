@@ -110,6 +110,7 @@ class Program:
         hooked: The operations of which autograd gets references.
         revived: The operations that run again before the first backward.
         result: What the caller gets: slots in place of fx nodes.
+        copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
     """
 
@@ -127,6 +128,7 @@ class Program:
     hooked: frozenset[int]
     revived: frozenset[int]
     result: Any
+    copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
 
     def __deepcopy__(self, memo: Any) -> Program:

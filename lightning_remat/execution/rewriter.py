@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
-from ..errors import InfeasibleBudgetError, TraceError
+from ..errors import TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..operations.operation import TracedModule
@@ -80,6 +80,7 @@ class _Rewritten:
         self._lock = threading.Lock()
         self._programs: dict[CapturedGraph, Program | None] = {}
         self._num_plans = 0
+        self._has_warned = False
         for program, part in parts:
             graph = cast(CapturedGraph, program.traced.captured)
             self._programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
@@ -114,19 +115,21 @@ class _Rewritten:
                     return compile_schedule(found, plan.schedule, plan.graph)
             assert traced is not None
             if self._num_plans == _MOST_PLANS:
-                warnings.warn(
-                    f"{name} runs without rematerialization where it does something new: {_MOST_PLANS} plans have been "
-                    "made for it. Remedy: keep what changes from step to step out of its forward",
-                    stacklevel=2,
+                raise TraceError(
+                    f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of its "
+                    "forward"
                 )
-                return None
             self._num_plans += 1
             costs = profile_call(traced, values, given, repeats=1)
             plan = make_plan(costs, max(part.budget_bytes for _, part in self.parts), self.planner)
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
             return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
-        except (TraceError, InfeasibleBudgetError) as error:
-            warnings.warn(f"{name} runs without rematerialization in this case: {error}", stacklevel=2)
+        except ValueError as error:  # what a planner of the user's proposes too
+            if not self._has_warned:
+                warnings.warn(
+                    f"{name} runs without rematerialization where it does something new: {error}", stacklevel=2
+                )
+            self._has_warned = True
             return None
 
     def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:

