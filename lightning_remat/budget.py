@@ -77,6 +77,8 @@ def parse_budget(budget: Budget, *, plain_peak_bytes: int, device_bytes: int) ->
             return int(budget * device_bytes)
     elif isinstance(budget, str) and (match := _SIZE.fullmatch(budget)):  # pyright: ignore[reportUnnecessaryIsInstance]
         number, unit = float(match[1]), match[2].upper()
+        if unit == "%" and number > 100:
+            raise ValueError(f"memory_budget is {budget!r}, expected at most 100% of the plain peak")
         if unit == "%" and number > 0:
             return int(number / 100 * plain_peak_bytes)
         if unit in _UNITS and number > 0:

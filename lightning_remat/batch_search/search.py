@@ -260,9 +260,12 @@ def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:
         samples, rest = divmod(settings.effective_batch_size, trial.num_devices)
         most = min(most, samples)
         sizes = [] if rest else [s for s in range(least, most + 1, step) if samples % s == 0]
+    if any(trial.leaves_one_sample(s) for s in sizes):
+        sizes = [s for s in sizes if not trial.leaves_one_sample(s)]
     if not sizes:
         raise ValueError(
             f"no batch size is left to consider: min_batch_size={settings.min_batch_size}, max_batch_size={most}, "
-            f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices"
+            f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices, "
+            "and none that leaves a batch norm a last batch of one sample"
         )
     return sizes

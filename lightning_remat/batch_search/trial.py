@@ -64,6 +64,10 @@ class Trial(Protocol):
         """Bytes on the device before the search, which count in the budget and are not free."""
         ...
 
+    def leaves_one_sample(self, batch_size: int) -> bool:
+        """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
+        ...
+
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on rank 0, on every rank; its error likewise.
 
@@ -203,7 +207,9 @@ def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:
         calls = trial.look_through(batch_size, list(step.plans)).calls
     except ValueError as error:  # it does not call them
         return str(error)
-    found = (misfit(step.plans[c.name].graph, c.module, c.args, c.kwargs) for c in calls)
+    if missing := [name for name in step.plans if all(c.name != name for c in calls)]:
+        return f"the plan is for {', '.join(missing)}, which the step does not call"
+    found = (misfit(step.plans[c.name].graph, c.module, c.args, c.kwargs) for c in calls if c.name in step.plans)
     return next((reason for reason in found if reason is not None), None)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -182,7 +182,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         lines.released,
         hooked,
         order.revived,
-        map_arg(traced.output_node.args[0], lambda n: SlotOf(slot_of[n])),
+        map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
     )
 
 

@@ -56,11 +56,12 @@ def optimizer_footprint(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
 ) -> OptimizerFootprint:
     """What the optimizers cost, found by steps on gradients of zero; the caller restores what they change."""
+    sparse = {id(m.weight) for m in module.modules() if getattr(m, "sparse", False) is True and hasattr(m, "weight")}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
                 if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = _no_rows(parameter) if id(parameter) in sparse else torch.zeros_like(parameter)
     step_bytes = 0
     for optimizer in optimizers:
         with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
@@ -72,6 +73,13 @@ def optimizer_footprint(
         for optimizer in optimizers:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
     return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """A gradient of zero as an embedding has it that was asked for no row."""
+    index = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    rows = parameter.new_zeros((0, *parameter.shape[1:]))
+    return cast(Any, torch).sparse_coo_tensor(index, rows, parameter.shape)
 
 
 def _zero_loss() -> Tensor:

@@ -57,12 +57,12 @@ def test_state_holds_plain_values(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["budget", "model", "resume"])
 def test_what_has_changed_is_planned_anew(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightning_remat.trainer.callback as callback_module
+    import lightning_remat.trainer.planning as planning_module
 
     path, _ = save(tmp_path)
     searches: list[Any] = []
-    find = callback_module.find
-    monkeypatch.setattr(callback_module, "find", lambda *a: searches.append(a) or find(*a))
+    find = planning_module.find
+    monkeypatch.setattr(planning_module, "find", lambda *a: searches.append(a) or find(*a))
     options: dict[str, Any] = {"budget": {"memory_budget": "9MiB"}, "resume": {"resume": False}}.get(change, {})
     module = seeded(Classifier, net=network(depth=7)) if change == "model" else seeded()
     if change == "model":
@@ -110,13 +110,13 @@ def test_a_stored_plan_for_other_inputs_is_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plan_path_is_written_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightning_remat.trainer.callback as callback_module
+    import lightning_remat.trainer.planning as planning_module
 
     path = tmp_path / "plan.json"
     first = remat(plan_path=path)
     run(tmp_path, seeded(), first, max_steps=1)
     assert path.exists()
-    monkeypatch.setattr(callback_module, "find", lambda *a: pytest.fail("searched again"))
+    monkeypatch.setattr(planning_module, "find", lambda *a: pytest.fail("searched again"))
     second = remat(plan_path=path)
     run(tmp_path, seeded(), second, max_steps=1)
     assert first.result is not None
