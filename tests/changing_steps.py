@@ -219,4 +219,3 @@ def _assert_alike(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> 
         assert a.keys() == b.keys(), (k, a.keys() ^ b.keys())
         different = [name for name in a if a[name] != b[name]]
         assert not different, f"step {k}: {different[:6]}"
-
