@@ -55,7 +55,10 @@ def keep_nothing(graph: Graph, _budget_bytes: int) -> Schedule:
 def rematerialized_copy(module: nn.Module, *args: Any) -> nn.Module:
     """A copy that recomputes all that its backward reads, as a whole or in the parts that can be captured."""
     ours = copy.deepcopy(module)
-    assert rematerialize(ours, *args, memory_budget=1 << 30, planner=keep_nothing).num_recomputed > 0
+    made = rematerialize(ours, *args, memory_budget=1 << 30, planner=keep_nothing)
+    if not made.num_recomputed:  # parts under one budget keep all where that fits
+        made = rematerialize(ours, *args, memory_budget=made.plain.peak_bytes - 1, planner="periodic")
+    assert made.num_recomputed > 0
     return ours
 
 

@@ -39,6 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "suppress_errors": False,
+    "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
     "recompile_limit": 16,
 }
 

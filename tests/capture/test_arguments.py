@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_remat import trace
 
-X = torch.randn(4, 6)
+X = torch.randn(256, 6)
 
 
 class Memory:
@@ -32,11 +32,11 @@ class Takes(nn.Module):
         self.does, self.decides = does, decides
 
     def forward(self, x: Tensor, extra: Any) -> Tensor:
-        y = self.layer(x).sigmoid()
+        y = self.layer(x).sigmoid().exp().sigmoid()
         if self.decides and y.sum() < -1e9:
             y = -y
         self.does(extra, y)
-        return self.last(y.exp().sigmoid())
+        return self.last(y.exp().sigmoid().exp().sigmoid())
 
 
 def counts(memory: Memory, y: Tensor) -> None:
@@ -87,7 +87,7 @@ def test_an_object_that_is_only_read_is_a_constant() -> None:
     def scales(memory: Memory, y: Tensor) -> None:
         assert memory.count == 0
 
-    assert len(trace(Takes(scales), X, Memory()).operations) == 5
+    assert len(trace(Takes(scales), X, Memory()).operations) == 9
 
 
 @dataclass
