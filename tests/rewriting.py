@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
 
-from lightning_remat import Plan, profile, simulate, trace
+from lightning_remat import Graph, Plan, profile, rematerialize, simulate, trace
 from lightning_remat.execution.program import compile_schedule
 from lightning_remat.execution.rewriter import forced
 from lightning_remat.lowering import lower_kept
@@ -44,6 +44,21 @@ def recomputing_copy(module: nn.Module, *args: Any, kept: Iterable[int] = (), **
     """A copy that recomputes all but the given operations."""
     ours = copy.deepcopy(module)
     rewrite(ours, kept, *args, **kwargs)
+    return ours
+
+
+def keep_nothing(graph: Graph, _budget_bytes: int) -> Schedule:
+    """A planner: everything is computed again, from the inputs."""
+    return lower_kept(graph, ())
+
+
+def rematerialized_copy(module: nn.Module, *args: Any) -> nn.Module:
+    """A copy that recomputes all that its backward reads, as a whole or in the parts that can be captured."""
+    ours = copy.deepcopy(module)
+    made = rematerialize(ours, *args, memory_budget=1 << 30, planner=keep_nothing)
+    if not made.num_recomputed:  # parts under one budget keep all where that fits
+        made = rematerialize(ours, *args, memory_budget=made.plain.peak_bytes - 1, planner="periodic")
+    assert made.num_recomputed > 0
     return ours
 
 

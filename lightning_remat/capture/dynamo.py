@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import types
 import warnings
@@ -38,6 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "suppress_errors": False,
+    "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
     "recompile_limit": 16,
 }
 
@@ -152,6 +154,7 @@ class CompiledForward:
         """
         if config.disable:
             raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
+        python_state = random.getstate()  # what Python draws is drawn before the graph runs
         try:
             with torch.enable_grad(), _dynamic(tensors_in((args, kwargs))):
                 self.call(_end_here, module, args, kwargs)
@@ -161,6 +164,8 @@ class CompiledForward:
             raise
         except Exception as error:  # the user's, or TorchDynamo's: the plain run will tell
             raise CaptureError(f"{type(error).__name__}: {_first_lines(error)}", _where(error)) from error
+        finally:
+            random.setstate(python_state)
         raise CaptureError("it computes nothing", None)
 
 

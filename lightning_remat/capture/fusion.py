@@ -46,7 +46,7 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
             if owner in root:
                 span = range(position[owner], position[n] + 1)
                 join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
-    _join_effects(nodes, effects, join)
+    _join_effects(nodes, effects, records, join)
     written = {owner for n in nodes for owner in records[n].writes if owner.op == "placeholder"}
     for n in nodes:
         if not written.isdisjoint(records[n].views) and n not in effects and not records[n].owns:
@@ -63,19 +63,39 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
 
 
 def _join_effects(
-    nodes: list[fx.Node], effects: Collection[fx.Node], join: Callable[[Iterable[fx.Node]], None]
+    nodes: list[fx.Node],
+    effects: Collection[fx.Node],
+    records: dict[fx.Node, Record],
+    join: Callable[[Iterable[fx.Node]], None],
 ) -> None:
-    """Every effect with the next operation, or with the last one."""
-    following: fx.Node | None = None
-    for n in reversed(nodes):
-        if n not in effects:
-            following = n
-        elif following is not None:
-            join([following, n])
-    others = [n for n in nodes if n not in effects]
-    if others:
-        for n in nodes[nodes.index(others[-1]) + 1 :]:
-            join([others[-1], n])
+    """Every effect with the next operation; with the one before where the next reads what it writes, or is none."""
+    places = [k for k, n in enumerate(nodes) if n not in effects]
+    for before, after in pairwise([-1, *places, len(nodes)]):
+        between = nodes[before + 1 : after]
+        written = {owner for n in between for owner in records[n].writes}
+        is_read = after == len(nodes) or not written.isdisjoint(_owners_read(nodes[after], records))
+        if before >= 0 and is_read:
+            join([nodes[before], *between])
+        elif after < len(nodes):
+            join([nodes[after], *between])
+
+
+def _owners_read(n: fx.Node, records: dict[fx.Node, Record]) -> set[fx.Node]:
+    """The nodes that own the storages that `n` reads."""
+    return {owner for i in n.all_input_nodes for owner in (i, *records[i].views)}
+
+
+def read_again(groups: list[Group], effects: Collection[fx.Node], records: dict[fx.Node, Record]) -> set[fx.Node]:
+    """The effects that are none: what they write is read later in their operation, whose recomputation repeats them."""
+    found: set[fx.Node] = set()
+    for members in groups:
+        written: set[fx.Node] = set()
+        for n in members:
+            if n in effects:
+                written |= records[n].writes
+            elif not written.isdisjoint(_owners_read(n, records)):
+                found |= {m for m in members if m in effects}
+    return found
 
 
 def _touches(n: fx.Node, owner: fx.Node, records: dict[fx.Node, Record]) -> bool:

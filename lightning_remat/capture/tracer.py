@@ -18,7 +18,7 @@ from ..operations.functions import replace_functions
 from ..operations.operation import Operation, TracedModule
 from .aliasing import Record, record
 from .dynamo import CapturedGraph, CaptureError, CompiledForward, forward_of
-from .fusion import group
+from .fusion import group, read_again
 from .out_of_place import put_out_of_place
 
 
@@ -149,6 +149,7 @@ def traced_graph(
     _check_writes(module, graph, records, owned)
     effects = _effects(graph, records)
     groups = group(graph, records, effects)
+    effects -= read_again(groups, effects, records)
     producer = {n: i for i, g in enumerate(groups) for n in g if n not in effects}
     names: set[str] = set()
     operations = tuple(_operation(g, k, producer, records, names, effects) for k, g in enumerate(groups))

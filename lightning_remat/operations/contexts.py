@@ -1,4 +1,4 @@
-"""Contexts that a forward enters (`no_grad`, autocast): calls in the captured graph, settings of the nodes between."""
+"""Contexts that a forward enters (`no_grad`, autocast, ...): calls in the captured graph, settings of nodes between."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.nn import attention
+from torch.nn.attention import sdpa_kernel
 
 _KEY = "contexts"
 _set_grad_enabled = cast(Any, torch)._C._set_grad_enabled
+_enter_inference_mode = cast(Any, torch.autograd.grad_mode)._enter_inference_mode
 _amp = cast(Any, torch.amp.autocast_mode)
+_set_kernels, _kernel = cast(Any, attention)._sdpa_kernel, cast(Any, attention)._backend_from_string
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +31,8 @@ class Context:
         if self.kind == "autocast":
             device_type, dtype, is_enabled, is_cache_enabled = self.args
             return torch.autocast(device_type, dtype, is_enabled, is_cache_enabled)
+        if self.kind == "attention":
+            return sdpa_kernel(*self.args)
         return torch.set_grad_enabled(self.args[0])
 
 
@@ -67,6 +73,8 @@ def lift_contexts(graph: fx.Graph, *, is_grad_enabled: bool) -> str | None:
     """
     autocasts: dict[fx.Node, Context] = {}
     mode: Context | None = None
+    kernels: Context | None = None
+    num_kernel_calls = sum(n.target is _set_kernels for n in graph.nodes)  # the last puts back what was there
     for n in list(graph.nodes):
         if n.target is _set_grad_enabled:
             wanted = bool(n.args[0])
@@ -77,10 +85,17 @@ def lift_contexts(graph: fx.Graph, *, is_grad_enabled: bool) -> str | None:
                 is_cache_enabled = torch.is_autocast_cache_enabled()
             autocasts[n] = Context("autocast", (device_type, dtype, is_enabled, is_cache_enabled))
             continue
+        elif n.target is _set_kernels:
+            num_kernel_calls -= 1
+            backends, sets_priority = cast(Any, n.args)
+            wanted = [_kernel(*b.args) if isinstance(b, fx.Node) else b for b in backends]
+            kernels = Context("attention", (wanted, sets_priority)) if num_kernel_calls else None
+        elif n.target is _enter_inference_mode:
+            return "it enters inference mode, whose tensors no backward may read"
         elif n.target is _amp._exit_autocast:
             del autocasts[cast(fx.Node, n.args[0])]
         else:
-            found = (*autocasts.values(), *([] if mode is None else [mode]))
+            found = (*autocasts.values(), *(c for c in (mode, kernels) if c is not None))
             if found and n.op.startswith("call"):
                 n.meta[_KEY] = found
             continue
@@ -88,7 +103,7 @@ def lift_contexts(graph: fx.Graph, *, is_grad_enabled: bool) -> str | None:
     if mode is not None or autocasts:
         return "it leaves the mode of gradients or of autocast other than it found it"
     for n in reversed(list(graph.nodes)):
-        if n.target is _amp._enter_autocast:
+        if n.target is _amp._enter_autocast or n.target is _kernel:
             graph.erase_node(n)
     return None
 

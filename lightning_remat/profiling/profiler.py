@@ -370,11 +370,11 @@ class _Profiler:
 
 
 def _apart(value: Any, *, is_written: bool) -> Any:
-    """A value of the call that may be run on: what is written is a copy, what has hooks a twin in the same memory."""
+    """A value of the call that may be run on: what is written is a copy, what has hooks or a history a twin in the same memory."""
     if not isinstance(value, Tensor):
         return value
     has_hooks = getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None)
-    if not is_written and not has_hooks:
+    if not is_written and not has_hooks and value.is_leaf:
         return value
     twin = value.detach().clone() if is_written else value.detach()
     if isinstance(value, nn.Parameter):

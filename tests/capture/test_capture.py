@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from rewriting import rematerialized_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, traces
 
-from lightning_remat import Graph, Schedule, TraceError, profile, rematerialize, trace
-from lightning_remat.lowering import lower_kept
-
-
-def keep_nothing(graph: Graph, budget_bytes: int) -> Schedule:
-    """Everything is computed again, from the inputs."""
-    return lower_kept(graph, ())
-
-
-def rematerialized(module: nn.Module, *args: Any) -> Any:
-    """A copy of the module that recomputes all that its backward reads."""
-    ours = copy.deepcopy(module)
-    assert rematerialize(ours, *args, memory_budget=1 << 30, planner=keep_nothing).num_recomputed > 0
-    return ours
-
-
-def kinds(module: nn.Module, *args: Any) -> list[str]:
-    return [operation.kind for operation in trace(module, *args).operations]
+from lightning_remat import TraceError, profile, trace
 
 
 class Asks(nn.Module):
@@ -56,34 +38,30 @@ def test_sizes_are_answered_and_the_batch_size_stays_free() -> None:
     assert {"transpose", "split", "cat"} <= {o.kind for o in traced.operations}
     smaller = torch.randn(2, 6, 6)
     assert profile(traced, smaller, repeats=1).input_bytes == smaller.nbytes
-    ours = rematerialized(plain, x)
-    batches = [x, smaller]
+    ours = rematerialized_copy(plain, x)
+    batches = [x, smaller, torch.randn(7, 6, 6)]
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
-def test_other_sizes_that_decide_otherwise_run_plainly() -> None:
+def test_other_sizes_that_decide_otherwise_are_captured_anew() -> None:
     x, odd = torch.randn(4, 6, 6), torch.randn(4, 5, 6)
     plain = Asks()
     with pytest.raises(ValueError, match="decides on inputs of these sizes or types otherwise"):
         profile(trace(plain, x), odd)
-    ours = rematerialized(plain, x)
-    with pytest.warns(UserWarning, match="decides on inputs of these sizes or types otherwise"):
-        found = ours(odd)
-    assert torch.equal(found, plain(odd))
-    assert_equal_traces(traces(plain, [x]), traces(ours, [x]))
+    ours = rematerialized_copy(plain, x)
+    batches = [x, odd, x, odd]
+    assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
 class MakesTensors(nn.Module):
-    """Positions and masks from sizes; a decision by numbers that follow from sizes."""
+    """Positions and masks from sizes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], device=self.embedding.weight.device) + 1
-        if (positions.diff() == 1).all():
-            positions = positions - 1
+        positions = torch.arange(x.shape[1], device=self.embedding.weight.device)
         kept = torch.zeros(x.shape[0], x.shape[1], 4)
         kept[:, 1:] = (x + self.embedding(positions)).sigmoid()[:, 1:]
         return kept.sigmoid()
@@ -92,7 +70,7 @@ class MakesTensors(nn.Module):
 def test_tensors_made_from_sizes_follow_the_sizes() -> None:
     plain = MakesTensors()
     batches = [torch.randn(n, 5, 4) for n in (3, 2)]
-    ours = rematerialized(plain, batches[0])
+    ours = rematerialized_copy(plain, batches[0])
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
@@ -116,7 +94,7 @@ def test_buffers_written_by_operations() -> None:
     plain, x = RunningMean(), torch.randn(3, 4)
     trace(plain, x)
     assert torch.equal(plain.mean, torch.ones(4))
-    ours = rematerialized(plain, x)
+    ours = rematerialized_copy(plain, x)
     assert_equal_traces(traces(plain, [x, x + 1]), traces(ours, [x, x + 1]))
 
 
@@ -128,29 +106,71 @@ class AsksABuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("started", torch.zeros(()))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sigmoid().exp().sigmoid()
         if self.started == 0:
             x = x * 2
-        return x.sigmoid()
+        self.started += 1
+        return self.last(x.sigmoid().exp().sigmoid())
 
 
-class WritesUnseen(nn.Module):
+def test_a_decision_by_a_buffer_is_taken_in_every_step() -> None:
+    x = torch.randn(256, 4)
+    plain = AsksABuffer()
+    with pytest.raises(TraceError, match=r"cannot be captured as one graph.*Remedy"):
+        trace(plain, x)
+    ours = rematerialized_copy(plain, x)
+    for module in (plain, ours):
+        assert module.started == 0
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
+    assert ours.started == 3
+
+
+class WritesBetween(nn.Module):
     """Writes into a constant after an operation that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         table = torch.zeros(4)
-        x = x + table
+        x = (self.layer(x) + table).sigmoid()
         table.add_(1)
-        return x * table
+        return x * table.exp()
 
 
-@pytest.mark.parametrize(("make", "message"), [(AsksABuffer, "depends on the values"), (WritesUnseen, "in place into")])
-def test_what_a_trace_would_freeze_is_one_operation_or_refused(make: Callable[[], nn.Module], message: str) -> None:
-    x = torch.randn(3, 4)
-    with pytest.raises(TraceError, match=message):
-        trace(make(), x)
-    assert kinds(nn.Sequential(nn.Linear(4, 4), make()), x)[0] == "linear"
+def test_a_constant_that_is_written_after_it_was_read() -> None:
+    plain, x = WritesBetween(), torch.randn(3, 4)
+    ours = rematerialized_copy(plain, x)
+    assert_equal_traces(traces(plain, [x] * 2), traces(ours, [x] * 2))
+
+
+class CountsAndReads(nn.Module):
+    """A buffer written first, read by what a later write is fused with, and written again."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y = self.linear(x * self.count).sigmoid()
+        z = y * 2
+        self.count.mul_(0.5)
+        z += self.count
+        return (z * self.count).sigmoid().sigmoid()
+
+
+def test_a_buffer_that_is_read_between_writes() -> None:
+    plain, x = CountsAndReads(), torch.randn(3, 4)
+    ours = rematerialized_copy(plain, x)
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
 
 
 @dataclass
@@ -173,7 +193,7 @@ class Nests(nn.Module):
 
 def test_dataclasses_go_in_and_come_out() -> None:
     plain, pair = Nests(), Pair(torch.randn(3, 4), {"other": torch.randn(3, 4)})
-    ours = rematerialized(plain, pair)
+    ours = rematerialized_copy(plain, pair)
     (found, count), (expected, _) = ours(pair), plain(pair)
     assert (type(found), count, found.rest["none"]) == (Pair, 3, None)
     assert torch.equal(found.rest["sum"], expected.rest["sum"])

@@ -25,14 +25,19 @@ from lightning_remat import (
     restore,
     trace,
 )
-from lightning_remat.capture.tracer import trace_out_of_place
+from lightning_remat.capture.tracer import out_of_place
 from lightning_remat.lowering import lower_kept
+from lightning_remat.operations.operation import TracedModule
 
 QUICK = partial(PLANNERS["auto"], effort=0.02)
 
 
 def keep_nothing(graph: Graph, _budget_bytes: int) -> Schedule:
     return lower_kept(graph, ())
+
+
+def trace_out_of_place(module: nn.Module, x: Tensor) -> TracedModule | None:
+    return out_of_place(trace(module, x), (x,), {})
 
 
 def small_vgg() -> nn.Module:

@@ -1,4 +1,4 @@
-"""An opaque module that returns its own input: predicted, recomputed, and the same in every bit."""
+"""A submodule that returns its own input: predicted, recomputed, and the same in every bit."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from lightning_remat.lowering import lower_kept
 
 
 class ReturnsItsInput(nn.Module):
-    """Runs as one operation, and returns what it got beside what it made, nested as told."""
+    """Returns what it got beside what it made, nested as told."""
 
     def __init__(self, nested: str = "pair") -> None:
         super().__init__()
         self.layer, self.nested = nn.Linear(64, 64), nested
 
     def forward(self, x: Tensor) -> Any:
-        y = self.layer(x).sigmoid() if x.sum() > -1e30 else x * 2
+        y = self.layer(x).sigmoid()
         if self.nested == "pair":
             return y, x
         return {"made": y, "given": [x, (x if self.nested == "dict" else x.view_as(x),)]}
@@ -40,7 +40,7 @@ class ReadsBoth(nn.Module):
 
 
 class ReadsWhole(ReadsBoth):
-    """Hands on what it got as a whole, to code that is not looked into."""
+    """Hands on what it got as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ReadsWhole(ReadsBoth):
 
 class SumsUp(nn.Module):
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        return sum(values) if values[0].sum() > -1e30 else values[0]
+        return sum(values)
 
 
 KEPT = (), (0, 1), (2,), (1, 2)
@@ -66,19 +66,11 @@ def measured_and_predicted(nested: str, kept: tuple[int, ...]) -> tuple[int, int
     return step_peak(module, x) - LOSS_BYTES, simulate(graph, lower_kept(graph, kept)).peak_bytes
 
 
-@pytest.mark.parametrize("nested", ["pair", "dict"])
+@pytest.mark.parametrize("nested", ["pair", "dict", "view"])
 @pytest.mark.parametrize("kept", KEPT)
 def test_peaks_are_predicted(nested: str, kept: tuple[int, ...]) -> None:
     measured, predicted = measured_and_predicted(nested, kept)
     assert measured == predicted
-
-
-@pytest.mark.parametrize("kept", KEPT)
-def test_a_view_of_an_input_counts_as_a_copy(kept: tuple[int, ...]) -> None:
-    """It keeps the input alive where that is discarded, and takes nothing where it is not."""
-    measured, predicted = measured_and_predicted("view", kept)
-    assert 0 <= predicted - measured <= 2000 * 64 * 4
-    assert kept != (2,) or measured == predicted
 
 
 @pytest.mark.parametrize("module", [ReadsBoth(), ReadsBoth("dict"), ReadsBoth(returns=True), ReadsWhole()])
@@ -86,19 +78,23 @@ def test_steps_are_bitwise_equal(module: nn.Module) -> None:
     assert_equal_steps(module, torch.randn(3, 64), kept=((), (1,), (2,), (0, 3)))
 
 
-def test_a_returned_input_is_the_same_tensor_to_the_caller() -> None:
-    module, x = ReadsBoth(returns=True), torch.randn(3, 64)
-    (operation,) = (o for o in trace(module, x).operations if o.name == "part")
-    assert operation.leaves_out == set(operation.parts)
-    (whole,) = (o for o in trace(ReadsWhole(), x).operations if o.name == "part")
-    assert not whole.leaves_out
+def test_a_returned_input_costs_nothing_and_is_the_same_tensor() -> None:
+    x = torch.randn(3, 64)
+    kinds = [o.kind for o in trace(ReadsBoth(), x).operations]
+    assert kinds == [o.kind for o in trace(ReadsBoth("dict"), x).operations]
+    assert len(kinds) == len(trace(ReadsBoth("view"), x).operations) - 1
 
 
-def test_hooks_see_the_gradient_of_a_returned_input() -> None:
-    seen: list[int] = []
-    module, x = ReadsBoth(), torch.randn(3, 64)
-    module.part.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(len(outputs)))
-    assert not any(o.leaves_out for o in trace(module, x).operations)
+class HandsBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).sigmoid().sigmoid(), x
+
+
+def test_the_caller_gets_its_own_tensor_back() -> None:
+    module, x = HandsBack(), torch.randn(3, 64)
     rewrite(module, (), x)
-    module(x).sum().backward()
-    assert seen == [2]
+    assert module(x)[1] is x

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import Between, assert_equal_steps, recomputing_copy, rewrite
+from rewriting import Between, assert_equal_steps, recomputing_copy, rematerialized_copy, rewrite
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from training_steps import assert_equal_traces, traces
 
 from lightning_remat import TraceError, trace
+from lightning_remat.operations.contexts import entered
 
 X = torch.randn(5, 6)
 
 
 class Inside(nn.Module):
-    """The same in a submodule, which may become one opaque operation."""
+    """The same in a submodule."""
 
     def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -105,13 +107,31 @@ FUNCTIONS = {
     "saved-and-once-differentiable": Exponential.apply,
     "attributes": with_attributes,
     "setup-context": lambda x: WithSetup.apply(x, x.cos()),
-    "mark-dirty": lambda x: Doubled.apply(x * 1.5),
-    "under-no-grad": lambda x: x + no_grad(StraightThrough.apply)(x),
 }
 
 
 def no_grad(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return torch.no_grad()(function)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), *(nn.Sigmoid() for _ in range(4)))
+
+
+def assert_equal_beside(part: nn.Module) -> None:
+    """What cannot be captured runs as it is, and the layers around it are recomputed."""
+    plain, x = nn.Sequential(wide(), part, wide()), torch.randn(256, 6)
+    ours = rematerialized_copy(plain, x)
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
+
+
+@pytest.mark.parametrize(
+    "does",
+    [lambda x: Doubled.apply(x * 1.5), lambda x: x + no_grad(StraightThrough.apply)(x)],
+    ids=["dirty", "no-grad"],
+)
+def test_functions_that_are_not_captured_run_as_they_are(does: Callable[[Tensor], Tensor]) -> None:
+    assert_equal_beside(Inside(does))
 
 
 @pytest.mark.parametrize("kind", [Between, lambda does: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Inside(does))])
@@ -123,7 +143,7 @@ def test_custom_functions_keep_their_backward(name: str, kind: Callable[[Any], n
 
 def test_a_custom_function_is_one_operation() -> None:
     traced = trace(Between(StraightThrough.apply), X)
-    assert [o.kind for o in traced.operations] == ["linear", "sigmoid", "StraightThrough", "linear", "sigmoid"]
+    assert [o.kind for o in traced.operations] == ["linear", "sigmoid", "custom_function", "linear", "sigmoid"]
 
 
 def test_tracing_leaves_functions_and_torch_as_they_were() -> None:
@@ -156,17 +176,32 @@ def in_full_precision(x: Tensor) -> Tensor:
     return F.linear(x.float(), x.float()) @ x.float()
 
 
-def recomputed(reentrant: bool) -> Callable[[Tensor], Tensor]:
-    def does(x: Tensor) -> Tensor:
-        return checkpoint(centred, x, use_reentrant=reentrant)
+def recomputed(x: Tensor) -> Tensor:
+    return checkpoint(centred, x, use_reentrant=False)
 
-    return does
+
+def recomputed_in_backward(x: Tensor) -> Tensor:
+    return checkpoint(centred, x, use_reentrant=True)
+
+
+def by_other_algorithms(x: Tensor) -> Tensor:
+    q = x.view(1, 1, -1, 6)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q.exp(), q.sin()).view(-1, 6)
+
+
+def test_kernels_of_attention_are_chosen_where_the_forward_chooses_them() -> None:
+    (attention,) = (o for o in trace(Between(by_other_algorithms), X).operations if "attention" in o.kind)
+    before = torch.backends.cuda.flash_sdp_enabled()
+    with entered(attention.parts[0]):
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled() == before
 
 
 @pytest.mark.parametrize(
     "does",
-    [centred, in_bfloat16, in_full_precision, recomputed(True), recomputed(False)],
-    ids=["no-grad", "autocast", "full-precision", "checkpoint-reentrant", "checkpoint"],
+    [centred, in_bfloat16, in_full_precision, by_other_algorithms, recomputed],
+    ids=["no-grad", "autocast", "full-precision", "kernels", "checkpoint"],
 )
 @pytest.mark.parametrize("outer", [False, True])
 def test_contexts_within_a_forward_hold(does: Callable[[Tensor], Tensor], outer: bool) -> None:
@@ -176,7 +211,8 @@ def test_contexts_within_a_forward_hold(does: Callable[[Tensor], Tensor], outer:
         loss.backward()
         return loss
 
-    assert_equal_steps(Between(does), X, step=step, kept=[(), (1,), (3,)])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outer):
+        assert_equal_steps(Between(does), X, step=step, kept=[(), (1,), (3,)])
 
 
 def forked(x: Tensor) -> Tensor:
@@ -189,11 +225,6 @@ def in_inference_mode(x: Tensor) -> Tensor:
     with torch.inference_mode():
         factor = x.mean().item()
     return x * factor
-
-
-def by_other_algorithms(x: Tensor) -> Tensor:
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return F.scaled_dot_product_attention(x, x, x)
 
 
 def with_packed_tensors(x: Tensor) -> Tensor:
@@ -209,10 +240,11 @@ def with_forces(x: Tensor) -> Tensor:
 
 
 STOPS = {
-    forked: "sets the state of the random generator",
-    by_other_algorithms: "changes the algorithms",
-    with_packed_tensors: "changes the saved-tensor hooks",
-    with_forces: "differentiates within its forward",
+    forked: "cannot be captured as one graph",
+    with_packed_tensors: "saved_tensors_hooks",
+    with_forces: r"torch\.autograd\.grad",
+    recomputed_in_backward: "use_reentrant=True",
+    in_inference_mode: "inference mode",
 }
 
 
@@ -222,11 +254,10 @@ def test_what_a_trace_cannot_carry_is_refused_in_the_forward_itself(does: Callab
         trace(Between(does), X)
 
 
-@pytest.mark.parametrize("does", [*STOPS, in_inference_mode])
-def test_and_is_one_operation_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), Inside(does), nn.Linear(6, 6), nn.Sigmoid())
-    assert len(trace(module, X).operations) == 5
-    assert_equal_steps(module, X)
+@pytest.mark.parametrize("does", STOPS)
+def test_and_runs_as_it_is_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
+    assert_equal_beside(Inside(does))
+    assert not torch.is_inference_mode_enabled()
 
 
 class ThroughTheModel(nn.Module):
@@ -247,7 +278,7 @@ def test_differentiating_through_other_operations_is_refused() -> None:
             return self.through(super().forward(x), x)
 
     x = X.clone().requires_grad_()
-    with pytest.raises((RuntimeError, TraceError), match="differentiate"):
+    with pytest.raises((RuntimeError, TraceError), match="autograd.grad"):
         recomputing_copy(Outer(), x)(x)
 
 

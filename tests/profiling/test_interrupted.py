@@ -16,6 +16,11 @@ from lightning_remat import profile, trace
 class Interrupt(TorchDispatchMode):
     """Presses Ctrl-C at an operation."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may bind calls inside."""
+        return True
+
     def __init__(self, at: int) -> None:
         super().__init__()
         self.left = at
