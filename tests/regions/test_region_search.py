@@ -1,4 +1,4 @@
-"""Training steps whose modules cannot be traced: what they call inside is rematerialized, or nothing is."""
+"""Training steps whose modules are no single graph: the graphs inside are rematerialized, or nothing is."""
 
 from __future__ import annotations
 
