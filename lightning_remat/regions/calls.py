@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -193,7 +193,7 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
-    calls = [_as_call(frame, names[frame.module]) for frame in chosen]
+    calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
     return View(calls, between.bytes_beside(calls))
 
 
@@ -209,6 +209,20 @@ def _divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None
     return divided, [m for m in modules if not (isinstance(m, str) and m.endswith("]"))]
 
 
+def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:
+    """The name of each call; a graph within a forward has its place in the order of the step's first calls.
+
+    The place, since another batch size may make TorchDynamo capture the same operations as other graphs.
+    """
+    places: dict[nn.Module, dict[CapturedGraph, int]] = {}
+    for frame in frames:
+        name = names[frame.module]
+        if frame.part is not None:
+            own = places.setdefault(frame.module, {})
+            name = f"{name}[{own.setdefault(frame.part.graph, len(own))}]"
+        yield name
+
+
 def _as_call(frame: _Frame, name: str) -> Call:
     if frame.part is None:
         args, kwargs = detached((frame.args, frame.kwargs))
@@ -216,8 +230,7 @@ def _as_call(frame: _Frame, name: str) -> Call:
     graph, values = frame.part.graph, frame.part.values
     apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in frame.args}
     part = Part(graph, [apart.get(id(v), v) for v in values])
-    number = forward_of(frame.module, is_whole=False).number_of(graph)
-    return Call(f"{name}[{number}]", frame.module, tuple(apart.values()), {}, frame.ambient, frame.outputs, part)
+    return Call(name, frame.module, tuple(apart.values()), {}, frame.ambient, frame.outputs, part)
 
 
 def _unpack_nothing(nothing: None) -> Tensor:
