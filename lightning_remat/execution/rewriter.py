@@ -116,8 +116,8 @@ class _Rewritten:
             assert traced is not None
             if self._num_plans == _MOST_PLANS:
                 raise TraceError(
-                    f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of its "
-                    "forward"
+                    f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of "
+                    "its forward"
                 )
             self._num_plans += 1
             costs = profile_call(traced, values, given, repeats=1)
