@@ -25,14 +25,8 @@ WITHOUT_ORDER = {"__init__", "__main__", "conf"}  # the façades, which import e
 PURE = set(ROOMS[: ROOMS.index("module_state")])
 TORCH_ALONE = set(ROOMS[ROOMS.index("module_state") : ROOMS.index("reports")])
 FRAMEWORKS = {"torch", "lightning", "lightning_utilities", "hydra", "omegaconf", "matplotlib", "torchvision"}
-UPWARD = {  # what still imports from a later room: an operation is described where modules are traced
-    "operations/conditions.py": "capture/tracer.py",
-    "operations/evaluation.py": "capture/tracer.py",
-    "operations/saved_tensors.py": "capture/tracer.py",
-}
+UPWARD: dict[str, str] = {}  # what still imports from a later room
 CIRCLES = {  # what still imports a file that imports it
-    "execution/executor.py": "execution/watch.py",
-    "execution/watch.py": "execution/executor.py",
     "plans/options.py": "plans/planner.py",
     "plans/planner.py": "plans/step_planner.py",
     "plans/step_planner.py": "plans/options.py",

@@ -32,7 +32,8 @@ from ..operations.saved_tensors import (
     tensor_in,
     tensors_of,
 )
-from .program import Do, Instruction, Place, Program, Step
+from .instructions import Do, Instruction
+from .program import Place, Program, Step
 
 T = TypeVar("T")
 

@@ -20,8 +20,9 @@ from ..module_state.random_state import Draws, generators_in_use
 from ..operations.contexts import ContextStack
 from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry_of, storage_key, tensors_of
 from .executor import Execution, Reference, Watch, arrive_before, leaf_of, unpack_reference
+from .instructions import Do
 from .learning import Learning
-from .program import Do, Place, Program, SlotOf, Step
+from .program import Place, Program, SlotOf, Step
 
 _OUTSIDE = Place(ExternalRef())
 

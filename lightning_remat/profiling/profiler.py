@@ -27,6 +27,7 @@ from ..operations.evaluation import Run, compile_constant, compile_operation, de
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
+from .apart import apart
 from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .layouts import Layouts, gradient_layouts
@@ -112,7 +113,7 @@ class _Profiler:
         self.run = [compile_operation(o, self.slot_of, is_first=True) for o in self.operations]
         self.constants = [(c, compile_constant(c, self.slot_of)) for c in traced.constants]
         self.given: dict[fx.Node, Any] = {
-            n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
+            n: apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
         self.start_over()
         self.draws = OwnDraws()
@@ -367,19 +368,6 @@ class _Profiler:
         for node in [i for i in self.values if i in self.traced.producer]:
             if self.last_reader.get(node, -1) <= n and node not in pending:
                 del self.values[node]
-
-
-def _apart(value: Any, *, is_written: bool) -> Any:
-    """A value of the call that may be run on: what is written is a copy, what has hooks or a history a twin in the same memory."""
-    if not isinstance(value, Tensor):
-        return value
-    has_hooks = getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None)
-    if not is_written and not has_hooks and value.is_leaf:
-        return value
-    twin = value.detach().clone() if is_written else value.detach()
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(twin, value.requires_grad)
-    return twin.requires_grad_(value.requires_grad)
 
 
 def _backward_costs(
