@@ -133,7 +133,7 @@ def traced_graph(
     graph = root.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     owned = _owned(module, placeholders, values, given)
-    if (reason := lift_contexts(graph, is_grad_enabled=torch.is_grad_enabled())) is not None:
+    if (reason := lift_contexts(graph, is_grad_enabled=True)) is not None:
         raise TraceError(f"{type(module).__name__}: {reason}")
     reasons = replace_functions(root, owned)
     records = record(root, values)

@@ -370,7 +370,7 @@ class _Profiler:
 
 
 def _apart(value: Any, *, is_written: bool) -> Any:
-    """A value of the call to run on: what is written is a copy, what has hooks or a history a twin in the same memory."""
+    """A value of the call to run on: what is written is a copy, what has hooks or a history shares the memory."""
     if not isinstance(value, Tensor):
         return value
     has_hooks = getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None)
