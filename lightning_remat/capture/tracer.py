@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
