@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
@@ -133,7 +132,7 @@ def traced_graph(
     graph = root.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     owned = _owned(module, placeholders, values, given)
-    if (reason := lift_contexts(graph, is_grad_enabled=torch.is_grad_enabled())) is not None:
+    if (reason := lift_contexts(graph, is_grad_enabled=True)) is not None:
         raise TraceError(f"{type(module).__name__}: {reason}")
     if any("shallow_copy_data_" in str(n.target) for n in graph.nodes):
         raise TraceError(

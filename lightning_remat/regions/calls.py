@@ -45,6 +45,13 @@ class Call:
     outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
     part: Part | None = None
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has parameters to train: a graph may hold but what goes on around them."""
+        if self.part is None:
+            return any(p.requires_grad for p in self.module.parameters())
+        return any(isinstance(v, nn.Parameter) and v.requires_grad for v in self.part.values)
+
     def traced(self) -> TracedModule:
         """The operations of the call.
 

@@ -67,7 +67,7 @@ def rewrite_regions(
         return plan
     can_divide = reason_against(module) is None and not is_exchanged(module)
     regions = find_regions(look, ["[]"] if can_divide else list(parts_of(module)))
-    if can_divide and not regions.traced:
+    if can_divide and not any(call.trains for call in regions.view.calls):
         regions = find_regions(look, list(parts_of(module)))
     profiles = regions.profiled()
     # Only where there is anything to discard.

@@ -86,6 +86,12 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
                 _note(name, view.calls, traced, reasons)
         failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and c.part is None)
         calls = [call for call in view.calls if call.name in traced]
+        idle = [m for m in divided if not any(c.module is m and c.trains for c in calls)]
+        if idle and not failed:  # of a wrapper, only what goes on around the network was captured
+            rest = [call.name for call in calls if call.module not in idle]
+            watched = [*rest, *_outermost(inner for m in idle for inner in _parts_within(m))]
+            divided = {m: name for m, name in divided.items() if m not in idle}
+            continue
         if not failed:
             found = {call.name: traced[call.name] for call in calls}
             inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
