@@ -297,10 +297,6 @@ def test_plain_pytorch(tmp_path: Path) -> None:
     assert "forward" not in vars(net)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="of Fabric's wrapper one graph without a parameter is captured, so the network inside is not tried",
-)
 @pytest.mark.slow
 def test_fabric() -> None:
     torch.manual_seed(0)
