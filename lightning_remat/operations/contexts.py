@@ -32,7 +32,7 @@ class Context:
             device_type, dtype, is_enabled, is_cache_enabled = self.args
             return torch.autocast(device_type, dtype, is_enabled, is_cache_enabled)
         if self.kind == "attention":
-            return sdpa_kernel(*self.args)
+            return cast(AbstractContextManager[Any], sdpa_kernel(*self.args))
         return torch.set_grad_enabled(self.args[0])
 
 
@@ -87,7 +87,7 @@ def lift_contexts(graph: fx.Graph, *, is_grad_enabled: bool) -> str | None:
             continue
         elif n.target is _set_kernels:
             num_kernel_calls -= 1
-            backends, sets_priority = cast(Any, n.args)
+            backends, sets_priority = n.args
             wanted = [_kernel(*b.args) if isinstance(b, fx.Node) else b for b in backends]
             kernels = Context("attention", (wanted, sets_priority)) if num_kernel_calls else None
         elif n.target is _enter_inference_mode:
