@@ -125,6 +125,9 @@ class WriteWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_EXCHANGES = {torch.ops.aten.shallow_copy_data_, torch.ops.aten.shallow_copy_data_.default}
+
+
 class _Recorder(fx.Interpreter):
     """Runs node by node, freeing values after their last use."""
 
@@ -136,16 +139,18 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         inputs = {i: [t for t in tree_leaves(self.env[i]) if isinstance(t, Tensor)] for i in n.all_input_nodes}
         before = {t: t._version for tensors in inputs.values() for t in tensors if not t.is_inference()}
+        stored = {t: (tensor_storage(t), self._owner(t)) for tensors in inputs.values() for t in tensors}
         watch = WriteWatch()
         with entered(n), watch if n.op.startswith("call") else nullcontext():
             value = super().run_node(n)
         entry = self.records[n] = Record(is_random=watch.is_random)
         for i, tensors in inputs.items():
             for t in tensors:
-                storage = tensor_storage(t)
-                is_written = t in before and t._version != before[t]
+                storage, owner = stored[t]
+                # `t.data = other` is no change among autograd's versions.
+                is_written = (t in before and t._version != before[t]) or (n.target in _EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
-                    entry.writes |= set(self._owner(t)) or {i}
+                    entry.writes |= set(owner) or {i}
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
         return value
