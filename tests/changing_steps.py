@@ -23,7 +23,6 @@ from lightning_remat import Graph, InfeasibleBudgetError, Schedule, TraceError, 
 from lightning_remat.execution.rewriter import watched
 from lightning_remat.lowering import lower_kept
 
-WORDS: list[str] = []
 WIDTH, BATCH, STEPS = 8, 64, 5
 
 
@@ -178,7 +177,6 @@ def outcome_of(case: Callable[[], Halves], steps: int = STEPS) -> Outcome:
         found = _train(ours, steps)
     _assert_alike(wanted, found)
     texts = [str(w.message) for w in caught]
-    WORDS[:] = texts
     strange = [text for text in texts if "without rematerialization" not in text]
     assert not strange, strange
     assert len(texts) < 2, texts
