@@ -9,6 +9,7 @@ import copy
 import random
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Flag, auto
@@ -127,6 +128,8 @@ def _frozen(value: Any, above: tuple[int, ...]) -> Any:
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)):
         return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, weakref.ref):
+        return _frozen(value(), above)
     if id(value) in above:
         return "itself"
     above = (*above, id(value))
