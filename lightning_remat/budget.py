@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from numbers import Integral, Real
+from typing import Any
 
 _DECIMAL_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL_UNITS | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -11,9 +14,39 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
 Budget = int | float | str
 
 
-def check_budget(budget: Budget) -> None:
-    """Raises ValueError where `budget` is none of the accepted forms."""
+def check_budget(budget: Budget) -> Budget:
+    """The budget, a number of numpy as one of Python.
+
+    Raises:
+        ValueError: It has none of the accepted forms.
+    """
+    budget = as_number(budget)
     parse_budget(budget, plain_peak_bytes=1, device_bytes=1)
+    return budget
+
+
+def check_bytes(budget_bytes: float) -> int:
+    """A number of bytes as a whole one: no more fits into a part of a byte.
+
+    Raises:
+        ValueError: It is no number.
+    """
+    number = as_number(budget_bytes)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+        raise ValueError(f"budget_bytes is {budget_bytes!r}, expected a number of bytes")
+    return math.floor(min(number, _ALL_BYTES))
+
+
+_ALL_BYTES = 1 << 62
+
+
+def as_number(value: Any) -> Any:
+    """A number of any library as one of Python; whatever else, a truth value among it, as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def parse_budget(budget: Budget, *, plain_peak_bytes: int, device_bytes: int) -> int:
@@ -33,6 +66,7 @@ def parse_budget(budget: Budget, *, plain_peak_bytes: int, device_bytes: int) ->
     Raises:
         ValueError: The budget has none of these forms.
     """
+    budget = as_number(budget)
     if isinstance(budget, bool):
         raise ValueError(f"memory_budget is {budget}, {_EXPECTED}")
     if isinstance(budget, int):
@@ -43,6 +77,8 @@ def parse_budget(budget: Budget, *, plain_peak_bytes: int, device_bytes: int) ->
             return int(budget * device_bytes)
     elif isinstance(budget, str) and (match := _SIZE.fullmatch(budget)):  # pyright: ignore[reportUnnecessaryIsInstance]
         number, unit = float(match[1]), match[2].upper()
+        if unit == "%" and number > 100:
+            raise ValueError(f"memory_budget is {budget!r}, expected at most 100% of the plain peak")
         if unit == "%" and number > 0:
             return int(number / 100 * plain_peak_bytes)
         if unit in _UNITS and number > 0:

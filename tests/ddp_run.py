@@ -17,7 +17,7 @@ from remat_runs import Classifier, Images, run, seeded
 from torch.utils.data import DataLoader
 
 import lightning_remat.batch_search.search as search
-import lightning_remat.trainer.callback as rematerialization
+import lightning_remat.trainer.planning as planning
 from lightning_remat import Rematerialization
 from lightning_remat.measure.device_memory import DeviceMemory
 
@@ -56,7 +56,7 @@ def fit_resumed(folder: Path) -> None:
     resumed: dict[str, Any] = {"max_epochs": 2, "fit_options": {"ckpt_path": folder / "run.ckpt"}}
     fit(folder, "plain-effective", **plain, max_epochs=1)
     fit(folder, "plain-resumed", **plain, **resumed)
-    rematerialization.find = None  # it is not searched again
+    planning.find = None  # it is not searched again
     callback = Rematerialization("periodic", margin=0.0, effective_batch_size=EFFECTIVE_BATCH_SIZE)
     fit(folder, "resumed", callback, max_steps=-1, **resumed)
 

@@ -19,9 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 ROOMS = (
     "errors", "budget", "schedules", "lowering", "chain", "planners", "plans", "module_state", "measure", "operations",
-    "capture", "profiling", "execution", "regions", "reports", "batch_search", "trainer",
+    "capture", "profiling", "execution", "regions", "reports", "batch_search", "trainer", "command_line",
 )  # fmt: skip
-WITHOUT_ORDER = {"__init__", "conf"}  # the façade, which imports every room, and YAML, which imports none
+WITHOUT_ORDER = {"__init__", "__main__", "conf"}  # the façades, which import every room, and YAML, which imports none
 PURE = set(ROOMS[: ROOMS.index("module_state")])
 TORCH_ALONE = set(ROOMS[ROOMS.index("module_state") : ROOMS.index("reports")])
 FRAMEWORKS = {"torch", "lightning", "lightning_utilities", "hydra", "omegaconf", "matplotlib", "torchvision"}
@@ -162,6 +162,13 @@ def test_files_hold_one_concept(path: Path) -> None:
 )
 def test_the_package_imports_without_the_extras(name: str, absent: list[str]) -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import lightning_remat; lightning_remat.{name}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_the_package_imports_on_systems_other_than_unix() -> None:
+    """`psutil` has what it needs of each system; on this one it needs what is taken away from the package."""
+    code = "import sys, psutil; sys.modules['resource'] = None; from lightning_remat import Rematerialization"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -40,7 +40,8 @@ def test_the_wheel_is_whole_and_imports_without_the_extras(tmp_path):
     sources = {
         str(file.relative_to(source))
         for file in (source / "lightning_remat").rglob("*")
-        if file.suffix in (".py", ".yaml", ".typed") and "build" not in file.relative_to(source).parts
+        if file.suffix in (".py", ".yaml", ".typed", ".html", ".css", ".js")
+        and "build" not in file.relative_to(source).parts
     }
     assert packed == sources
 

@@ -9,7 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from remat_runs import Classifier, Images
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from lightning_remat.command_line.request import parse_request
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -38,3 +41,20 @@ def test_there_are_exactly_two_commands() -> None:
     assert len(commands) == 2
     assert "recipes/train.py" in commands[0]
     assert commands[1].strip().endswith("pytest -n 2")
+
+
+def test_what_it_links_to_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert len(links) > 10
+    assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+
+
+def test_every_example_has_a_row() -> None:
+    examples = {file.name for file in (ROOT / "recipes" / "examples").glob("*.py")} - {"lightning_cli.py"}
+    assert {name for name in examples if f"(recipes/examples/{name})" in README} == examples
+
+
+def test_the_command_that_it_shows_is_one() -> None:
+    (line,) = re.findall(r"^\$ lightning-remat (.*)$", README, re.MULTILINE)
+    asked = parse_request(line.split())
+    assert (asked.target, asked.memory, asked.inputs[0].batch_size) == ("torchvision.models:resnet50", "4GiB", 96)

@@ -273,9 +273,21 @@ class CandidateSearch:
         planned_for = "" if self.tight == 1.0 else f" ({self.tight:.0%} of it planned for, as a step needed too much)"
         return InfeasibleBudgetError(
             f"no plan fits: the training step needs {format_bytes(smallest.predicted_peak_bytes)} at batch size "
-            f"{smallest.batch_size}, budget {format_bytes(budget)}{planned_for}: {because}. Raise memory_budget or "
-            f"max_overhead, lower the batch size, or choose another planner than {self.settings.planner}",
+            f"{smallest.batch_size}, budget {format_bytes(budget)}{planned_for}: {because}. {self._remedies()}",
             minimum_bytes=smallest.predicted_peak_bytes,
             budget_bytes=budget,
             node=node,
         )
+
+    def _remedies(self) -> str:
+        """What may help, of what was not asked for already."""
+        settings = self.settings
+        ways = ["raise memory_budget"]
+        if settings.max_overhead is not None:
+            ways.append("raise max_overhead")
+        if settings.planner != "auto":
+            ways.append('take planner="auto", which goes lowest')
+        if len(self.sizes) == 1:
+            ways.append("lower the batch size")
+        ways.append('on_infeasible="minimum" trains at the lowest peak' if settings.on_infeasible == "raise" else "")
+        return f"Remedies: {'; '.join(filter(None, ways))}"

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from ..module_state.nesting import flatten, tensors_in
 
 
 def has_batch_dimension(batch: Any) -> bool:
     """Whether any tensor of the batch has a dimension."""
-    return any(isinstance(t, Tensor) and t.dim() for t in tree_leaves(batch))
+    return any(t.dim() for t in tensors_in(batch))
 
 
 def batch_size_of(batch: Any) -> int:
     """The number of samples in a batch: the leading dimension that most of its tensors have (ties: the first)."""
-    sizes = Counter(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim())
+    sizes = Counter(t.shape[0] for t in tensors_in(batch) if t.dim())
     if not sizes:
         raise ValueError("the batch holds no tensor with a batch dimension: give batch_size='keep'")
     return sizes.most_common(1)[0][0]
@@ -38,4 +39,5 @@ def resized(batch: Any, size: int) -> Any:
             return leaf.index_select(0, index.to(leaf.device))
         return leaf
 
-    return tree_map(resize, batch)
+    leaves, structure = flatten(batch)
+    return structure.build(resize(leaf) for leaf in leaves)

@@ -5,19 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ..plans.step_memory import Surroundings
-from ..schedules.graph import Graph, Node
-
-_SECONDS = ("forward_seconds", "backward_seconds")
-_BYTES = (
-    "output_bytes",
-    "tape_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-    "parameter_bytes",
-    "input_gradient_bytes",
-)
+from ..schedules.graph import Graph, Node, fields_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +77,29 @@ class ScalableGraph:
             )
 
     def at(self, size: int) -> Graph:
-        """The graph at a batch size."""
-        nodes = tuple(self._node(a, b, size) for a, b in zip(self.small.nodes, self.large.nodes, strict=True))
-        return replace(
-            self.large,
-            nodes=nodes,
-            input_bytes=self.line.through(self.small.input_bytes, self.large.input_bytes)(size),
-            static_bytes=self.line.through(self.small.static_bytes, self.large.static_bytes)(size),
+        """The graph at a batch size: every field in bytes or seconds on its line, the operations as they are."""
+        pairs = zip(self.small.nodes, self.large.nodes, strict=True)
+        nodes = tuple(replace(b, **_quantities(self.line, a, b, size)) for a, b in pairs)
+        inputs = tuple(
+            replace(b, shape=tuple(self.line.through(m, n)(size) for m, n in zip(a.shape, b.shape, strict=True)))
+            for a, b in zip(self.small.profiled_on, self.large.profiled_on, strict=True)
         )
+        quantities = _quantities(self.line, self.small, self.large, size)
+        return replace(self.large, nodes=nodes, profiled_on=inputs, **quantities)
 
-    def _node(self, a: Node, b: Node, size: int) -> Node:
-        changes: dict[str, int | float | None] = {
-            name: self.line.through(getattr(a, name), getattr(b, name))(size) for name in _BYTES
-        }
-        for name in _SECONDS:
-            changes[name] = self.line.seconds(getattr(a, name), getattr(b, name), size)
-        if a.gradient_bytes is not None and b.gradient_bytes is not None:
-            changes["gradient_bytes"] = self.line.through(a.gradient_bytes, b.gradient_bytes)(size)
-        return replace(b, **changes)  # pyright: ignore[reportArgumentType]
+
+_Measured = TypeVar("_Measured", Node, Graph)
+
+
+def _quantities(line: Line, small: _Measured, large: _Measured, size: int) -> dict[str, Any]:
+    """The fields that count bytes or seconds, at another size; None stands for what the others tell."""
+    found: dict[str, Any] = {}
+    for name in fields_in("bytes", type(large)):
+        a, b = getattr(small, name), getattr(large, name)
+        found[name] = None if a is None or b is None else line.through(a, b)(size)
+    for name in fields_in("seconds", type(large)):
+        found[name] = line.seconds(getattr(small, name), getattr(large, name), size)
+    return found
 
 
 def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, size: int) -> Surroundings:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
+from ..planners import planner_of
 from ..plans.planner import Plan
 from ..plans.step_memory import RegionCost, Surroundings, step_timeline
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
@@ -80,7 +81,7 @@ def make_pool(
     except InfeasibleBudgetError as error:
         least = int(error.minimum_bytes)
     entries: dict[tuple[str, ...], dict[str, Schedule]] = {}
-    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    name, _ = planner_of(planner)
     for i in range(_NUM_BUDGETS):
         budget = least + (most - least) * i // _NUM_BUDGETS
         try:

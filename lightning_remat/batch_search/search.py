@@ -81,10 +81,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     executed: dict[int, int] = {}
     while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
         try:
-            if good is None:
-                choice = _first_choice(trial, search, may_grow=not num_steps)
-            else:
-                choice = trial.share(search.choose)
+            choice = first_choice(trial, search, may_grow=not num_steps) if good is None else trial.share(search.choose)
         except InfeasibleBudgetError:
             if good is None:
                 raise
@@ -133,7 +130,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     )
 
 
-def _first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
+def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
     """What to execute; in-place activations are planned as operations of their own where that lets a step fit.
 
     That is where nothing fits otherwise, and where it leads to a larger size.
@@ -263,9 +260,12 @@ def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:
         samples, rest = divmod(settings.effective_batch_size, trial.num_devices)
         most = min(most, samples)
         sizes = [] if rest else [s for s in range(least, most + 1, step) if samples % s == 0]
+    if any(trial.leaves_one_sample(s) for s in sizes):
+        sizes = [s for s in sizes if not trial.leaves_one_sample(s)]
     if not sizes:
         raise ValueError(
             f"no batch size is left to consider: min_batch_size={settings.min_batch_size}, max_batch_size={most}, "
-            f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices"
+            f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices, "
+            "and none that leaves a batch norm a last batch of one sample"
         )
     return sizes

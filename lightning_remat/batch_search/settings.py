@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ..budget import Budget, check_budget
-from ..planners import PLANNERS
+from torch import nn
+
+from ..budget import Budget, as_number, check_budget
+from ..planners import planner_of
 from ..schedules.schedule import Schedule
 
 Planner = str | Callable[..., Schedule]
@@ -47,35 +50,46 @@ class Settings:
     report_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.planner, str):
-            if self.planner not in PLANNERS:
-                raise ValueError(f"unknown planner {self.planner!r}; the planners are {', '.join(sorted(PLANNERS))}")
-        elif not callable(self.planner):
-            raise ValueError(f"planner is {self.planner!r}, expected a name of PLANNERS or a function")
+        planner_of(self.planner)
         if self.memory_budget is not None:
-            check_budget(self.memory_budget)
-        if self.batch_size not in ("auto", "keep"):
-            _check_count("batch_size", self.batch_size, also='"auto", "keep" or ')
+            object.__setattr__(self, "memory_budget", check_budget(self.memory_budget))
+        if not (isinstance(self.batch_size, str) and self.batch_size in ("auto", "keep")):
+            self._check_count("batch_size", also='"auto", "keep" or ')
         if not (_is_number(self.margin) and 0 <= self.margin < 1):
             raise ValueError(f"margin is {self.margin!r}, expected a fraction of the memory in [0, 1)")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value in choices):
                 expected = " or ".join(repr(c) for c in choices)
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
         if self.max_overhead is not None and not (_is_number(self.max_overhead) and self.max_overhead >= 0):
             raise ValueError(f"max_overhead is {self.max_overhead!r}, expected a fraction of the plain step, 0 or more")
         for name in ("min_batch_size", "multiple_of"):
-            _check_count(name, getattr(self, name))
+            self._check_count(name)
         for name in ("max_batch_size", "effective_batch_size"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                self._check_count(name)
+        for name in ("include_validation", "resume", "self_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        for name in ("plan_path", "report_dir"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, os.PathLike)):
+                raise ValueError(f"{name} is {value!r}, expected a path")
         self._check_sizes()
-        if not self.batch_arg_name.isidentifier():
+        if not (isinstance(cast(object, self.batch_arg_name), str) and self.batch_arg_name.isidentifier()):
             raise ValueError(f"batch_arg_name is {self.batch_arg_name!r}, expected the name of an attribute")
         if self.rebatch_fn is not None and not callable(self.rebatch_fn):
             raise ValueError(f"rebatch_fn is {self.rebatch_fn!r}, expected a function (loader, batch_size) -> loader")
-        if self.modules is not None and (isinstance(self.modules, str) or not self.modules):
+        if self.modules is not None and not _names_modules(self.modules):
             raise ValueError(f"modules is {self.modules!r}, expected a list of submodules or of their names")
+
+    def _check_count(self, name: str, *, also: str = "") -> None:
+        """Raises ValueError where a setting is no positive integer; one of numpy becomes one of Python."""
+        value = as_number(getattr(self, name))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}, expected {also}an integer of at least 1")
+        object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
         smallest = -(-self.min_batch_size // self.multiple_of) * self.multiple_of
@@ -118,9 +132,12 @@ class Settings:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(as_number(value), (int, float)) and not isinstance(value, bool)
 
 
-def _check_count(name: str, value: object, *, also: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected {also}an integer of at least 1")
+def _names_modules(modules: object) -> bool:
+    """Whether it is a list of modules and names, not empty; a module by itself, which has a length too, is none."""
+    if not isinstance(modules, (Sequence, nn.ModuleList)) or isinstance(modules, str):
+        return False
+    items = list(cast("Sequence[object]", modules))
+    return bool(items) and all(isinstance(item, (str, nn.Module)) for item in items)

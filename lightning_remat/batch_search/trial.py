@@ -16,6 +16,7 @@ from ..execution.rewriter import install_parts, restore
 from ..plans.step_memory import Surroundings, Timeline
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..regions.calls import View
+from ..regions.fit import misfit
 from ..regions.search import find_regions, profiled_out_of_place, programs_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -61,6 +62,10 @@ class Trial(Protocol):
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
+        ...
+
+    def leaves_one_sample(self, batch_size: int) -> bool:
+        """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
         ...
 
     def share(self, compute: Callable[[], T]) -> T:
@@ -119,7 +124,9 @@ class StepModel:
             InfeasibleBudgetError: None does.
         """
         around, plain = self.surroundings_at(size), None if self.planned is None else self.plain_graphs_at(size)
-        return plan_step(self.keys, self.graphs_at(size), budget_bytes, planner, around, plain_graphs=plain)
+        like = {} if self.line is None else self.graphs_at(self.line.large)
+        graphs = self.graphs_at(size)
+        return plan_step(self.keys, graphs, budget_bytes, planner, around, plain_graphs=plain, like=like)
 
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected."""
@@ -192,6 +199,18 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
     """
     programs = programs_of(trial.look_through(batch_size, list(step.plans)).calls, step.plans)
     return install_parts(programs, step.plans)
+
+
+def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:
+    """Why a stored plan does not fit what the step calls at a batch size; None if it does."""
+    try:
+        calls = trial.look_through(batch_size, list(step.plans)).calls
+    except ValueError as error:  # it does not call them
+        return str(error)
+    if missing := [name for name in step.plans if all(c.name != name for c in calls)]:
+        return f"the plan is for {', '.join(missing)}, which the step does not call"
+    found = (misfit(step.plans[c.name].graph, c.module, c.args, c.kwargs) for c in calls if c.name in step.plans)
+    return next((reason for reason in found if reason is not None), None)
 
 
 def uninstall(modules: Iterable[nn.Module]) -> None:

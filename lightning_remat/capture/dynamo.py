@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,11 +27,10 @@ from ..module_state.nesting import tensors_in
 _numbers = itertools.count(1)
 
 # TorchDynamo asks every input whether it has a gradient, of which PyTorch warns the user.
-warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._(dynamo|subclasses)")
+_WARNING = "The .grad attribute of a Tensor that is not a leaf"
+warnings.filterwarnings("ignore", _WARNING, UserWarning, r"torch\._(dynamo|subclasses)")
 
-_ISOLATED: dict[str, Any] = (
-    {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-)
+_HAS_ISOLATION = "isolate_recompiles" in signature(torch.compile).parameters  # newer than torch 2.11
 
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # LSTM and GRU are operations like others
@@ -113,9 +112,9 @@ class CompiledForward:
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
         entry = types.FunctionType(code, names)
-        self._compiled = cast(
-            Callable[..., Any], torch.compile(entry, backend=self._backend, fullgraph=is_whole, **_ISOLATED)
-        )
+        options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
+        compiled: Any = torch.compile(entry, backend=self._backend, fullgraph=is_whole, **options)
+        self._compiled: Callable[..., Any] = compiled
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         return partial(self._called, CapturedGraph(module))

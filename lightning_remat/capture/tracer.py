@@ -288,7 +288,7 @@ def _name(n: fx.Node) -> str:
     path, kind = stack[-1]
     path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("['", ".").replace("']", "")
     path = re.sub(r"\.?_modules|[\[\]()]|'", "", path).replace("..", ".").strip(".")
-    is_layer = isinstance(kind, type) and kind.__module__.startswith("torch.nn.modules")
+    is_layer = kind.__module__.startswith("torch.nn.modules")
     return path if path and is_layer else ".".join(filter(None, [path, _kind(n)]))
 
 

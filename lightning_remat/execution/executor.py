@@ -1,7 +1,6 @@
-"""Runs a traced module by its program, inside autograd: one `Execution` from a forward to its backward.
+"""The state of one call of a traced module, from its forward to its backward, and what its backward does with it.
 
-The first forward runs with gradients, so that the autograd graph is the ordinary one. An operation whose saved tensors
-all stay until its backward runs as it is. Of the others autograd holds references in place of tensors: what the
+Of the operations of which something is discarded, autograd holds references in place of saved tensors. What the
 schedule keeps lies in the execution's own table, and when a backward asks for a saved tensor, the program advances to
 that backward, recomputing and discarding on the way.
 """
@@ -12,16 +11,15 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ..module_state.ambient import Ambient, recomputing
-from ..module_state.random_state import Draws, generators_in_use
+from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
 from ..operations.saved_tensors import (
     ExternalRef,
@@ -31,12 +29,10 @@ from ..operations.saved_tensors import (
     caught_tensors,
     geometry_of,
     rebuilt,
-    storage_key,
     tensor_in,
     tensors_of,
 )
-from .learning import Learning
-from .program import Do, Instruction, Place, Program, SlotOf, Step
+from .program import Do, Instruction, Place, Program, Step
 
 
 class Watch(Protocol):
@@ -54,19 +50,14 @@ class Reference(NamedTuple):
     number: int
 
 
-def run_forward(program: Program, values: list[Any], watch: Watch | None = None) -> Any:
-    """What the captured graph returns, its autograd graph tied to a new execution of the program.
+class Execution:
+    """What is resident of one call, and how far its program has run.
 
     Args:
         program: What to follow.
         values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
         watch: Is told of every run.
     """
-    return Execution(program, values, watch).forward()
-
-
-class Execution:
-    """The state of one forward and its backward: what is resident, and how far the program has run."""
 
     def __init__(self, program: Program, values: list[Any], watch: Watch | None = None) -> None:
         self.program, self.watch, self.steps = program, watch, program.steps
@@ -88,182 +79,9 @@ class Execution:
         self.read: set[tuple[int, int]] = set()  # saved tensors that this backward has read
         self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
         self.running: tuple[int, list[Tensor]] | None = None  # the first run in progress and what it has saved
-        self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run in the forward fills again
         self.output_versions: dict[int, list[int]] = {}
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.lock = threading.RLock()
-
-    # -- forward ----------------------------------------------------------------------------------------------------
-
-    def forward(self) -> Any:
-        """Runs the program up to the first backward."""
-        is_known = len(self.program.learned) == len(self.program.hooked)
-        learns = None if is_known else Learning(self.program, self.values, self.num_given)
-        returned: dict[int, Any] = {}
-        try:
-            with ContextStack() as contexts:
-                for what, n in self.program.forward:
-                    if what is Do.RUN:
-                        self._run_first(n, returned, contexts, learns)
-                    elif what is Do.DROP:
-                        self._drop(n)
-                    elif what is Do.COMPUTE:
-                        run, slot = self.program.constants[n]
-                        (self.values[slot],) = run(self.values)
-                    elif what is Do.DROP_TAPE:
-                        self.tapes.pop(n, None)
-                    elif what is Do.SLEEP:
-                        self._sleep(n)
-                    else:
-                        self._revive(n)
-                        if learns is not None:
-                            learns.note(n)
-            self._leave_autograd()
-        except BaseException:
-            self._forget()
-            raise
-        return fx.node.map_aggregate(
-            self.program.result,
-            lambda a: returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a,
-        )
-
-    def _leave_autograd(self) -> None:
-        """From here on the table must not hold the autograd graph that holds the table."""
-        for step in self.steps:
-            for slot in step.outputs:
-                value = self.values[slot]
-                if value is not None:
-                    self.values[slot] = apart = _leaf(value)
-                    if step.is_output:
-                        self.output_versions[slot] = [t._version for t in tensors_of([apart])]
-        self.dormant.clear()
-
-    def _run_first(self, n: int, returned: dict[int, Any], contexts: ContextStack, learns: Learning | None) -> None:
-        step, values = self.steps[n], self.values
-        for slot in step.kept:
-            if step.is_repeated:
-                self.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
-            else:
-                self.kept_versions[n, slot] = values[slot]._version
-        contexts.enter(step.contexts)
-        if step.operation.is_random and not self.is_fake:
-            with generators_in_use:
-                draws = Draws(self.devices, with_host=False)
-                made, saved = self._call(n, step)
-                if draws.end():
-                    self.draws[n] = draws
-        else:
-            made, saved = self._call(n, step)
-        outputs = made[: len(step.outputs)]
-        if self.program.revived:
-            outputs = self._apart_from_inputs(step, outputs)
-        for slot, value in zip(step.outputs, outputs, strict=True):
-            values[slot] = value
-            if step.is_output:
-                returned[slot] = value
-        for slot, value in zip(step.effects, made[len(step.outputs) :], strict=True):
-            values[slot] = value
-        if learns is not None:
-            learns.note(n)
-        if step.is_hooked:
-            self._place(n, saved, learns)
-        if step.is_announced and not saved:
-            self._announce(n, tensors_of(outputs))
-        if self.watch is not None:
-            self.watch.ended(step.operation.name, list(outputs), is_first=True)
-
-    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """Runs an operation, and what autograd saved of it where it is hooked."""
-        if not step.is_hooked:
-            return step.run(self.values), []
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> Reference:
-            saved.append(tensor)
-            return Reference(self, n, len(saved) - 1)
-
-        self.running = n, saved
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            made = step.run(self.values)
-        self.running = None
-        found = list(saved)
-        saved.clear()  # autograd holds the pack hook, and it this list
-        return made, found
-
-    def _place(self, n: int, saved: list[Tensor], learns: Learning | None) -> None:
-        """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
-        places = self.program.learned.get(n)
-        if places is None or len(places) != len(saved):
-            places = (
-                Learning(self.program, self.values, self.num_given).places(n, saved)
-                if learns is None
-                else learns.places(n, saved)
-            )
-            if learns is not None:
-                self.program.learned[n] = places
-        kept: list[Place] = []
-        for k, (tensor, place) in enumerate(zip(saved, places, strict=True)):
-            if isinstance(place.source, OutputRef):
-                witness = self.values[place.slot]
-                leaf = witness if isinstance(witness, Tensor) else tensors_of([witness])[place.leaf]
-                if storage_key(leaf) == storage_key(tensor):
-                    kept.append(place)
-                    continue
-                place = _OUTSIDE  # it is another one this time: held, whatever it costs
-            if isinstance(place.source, TapeRef):
-                self.tapes.setdefault(n, {})[k] = tensor.detach()  # it may be the very tensor, which holds the graph
-                if not place.source.is_like(tensor):
-                    place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            else:
-                self.held[n, k] = tensor.detach(), tensor._version
-            kept.append(place)
-        self.saved[n] = kept
-
-    def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
-        """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
-        inputs = {id(t) for t in tensors_of(self.values[i] for i in (*step.inputs, *step.external, *step.kept))}
-        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, tuple(outputs))
-
-    def _announce(self, n: int, leaves: list[Tensor]) -> None:
-        """A backward that reads nothing still moves the program on.
-
-        One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
-        """
-        before = [t.grad_fn for t in tensors_of(self.values[i] for i in self.steps[n].inputs)]
-        for leaf in leaves:
-            if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
-                leaf.grad_fn.register_prehook(partial(_arrive_before, weakref.ref(self), n))
-
-    def _sleep(self, n: int) -> None:
-        """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
-
-        All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
-        """
-        step = self.steps[n]
-        outputs = [self.values[slot] for slot in step.outputs]
-        if not step.is_output:  # the caller holds what leaves the region
-            for t in tensors_of(outputs):
-                t.data = t.data.new_empty(0)
-        if n in self.program.revived:
-            self.dormant[n] = outputs
-        self._drop(n)
-
-    def _revive(self, n: int) -> None:
-        """Recomputes within the forward; later operations read the first run's tensors, filled again."""
-        step = self.steps[n]
-        asleep = self.dormant.pop(n, None)
-        self._run_again(n)
-        if asleep is None:
-            return
-        if not step.is_output:
-            again = tensors_of(self.values[slot] for slot in step.outputs)
-            with torch.no_grad():
-                for t, new in zip(tensors_of(asleep), again, strict=True):
-                    t.data = new.detach()
-        for slot, value in zip(step.outputs, asleep, strict=True):
-            self.values[slot] = value
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def unpack(self, n: int, number: int) -> Tensor:
         """Saved tensor `number` of operation `n`, for which its backward asks."""
@@ -302,12 +120,12 @@ class Execution:
         if isinstance(source, TapeRef):
             if number not in self.tapes.get(n, ()):
                 with self._recomputing():
-                    self._run_again(n, with_tape=True)
+                    self.run_again(n, with_tape=True)
             return self.tapes[n][number]
         step = self.steps[source.operation]
         if self.values[step.outputs[0]] is None:
             with self._recomputing():
-                self._run_again(source.operation)
+                self.run_again(source.operation)
         leaf = tensors_of(self.values[slot] for slot in step.outputs)[source.leaf]
         self._check_output(source.operation)
         return rebuilt(leaf, source.geometry)
@@ -326,7 +144,7 @@ class Execution:
                 for k, other in others
                 if isinstance(other.source, OutputRef) and other.source.operation == source.operation
             ):
-                self._drop(source.operation)
+                self.drop(source.operation)
 
     def _note_released(self, n: int, number: int, tensor: Tensor) -> None:
         if tensor.layout is torch.strided:
@@ -345,19 +163,19 @@ class Execution:
                     self.position += 1
                     self._follow(self.program.before[self.position])
             except BaseException:
-                self._forget()
+                self.forget()
                 self.position = len(self.program.backwards)  # whatever comes next starts over
                 raise
 
     def _start_over(self) -> None:
-        self._forget()
+        self.forget()
         self.position = -1
         with self._recomputing():
             for what, n in self.program.forward:
                 if what is Do.RUN or what is Do.RUN_AGAIN:
-                    self._run_again(n, with_tape=self.steps[n].is_hooked)
+                    self.run_again(n, with_tape=self.steps[n].is_hooked)
                 elif what is Do.DROP or what is Do.SLEEP:
-                    self._drop(n)
+                    self.drop(n)
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
 
@@ -368,9 +186,9 @@ class Execution:
         with self._recomputing() if any(what is Do.RUN_AGAIN for what, _ in instructions) else nullcontext():
             for what, n in instructions:
                 if what is Do.RUN_AGAIN:
-                    self._run_again(n, with_tape=self.steps[n].is_hooked)
+                    self.run_again(n, with_tape=self.steps[n].is_hooked)
                 elif what is Do.DROP:
-                    self._drop(n)
+                    self.drop(n)
                 else:
                     self.tapes.pop(n, None)
 
@@ -381,16 +199,17 @@ class Execution:
         stack.enter_context(self.ambient.restored())
         return stack
 
-    def _drop(self, n: int) -> None:
+    def drop(self, n: int) -> None:
+        """The table lets go of an output."""
         for slot in self.steps[n].outputs:
             self.values[slot] = None
 
-    def _run_again(self, n: int, *, with_tape: bool = False) -> None:
+    def run_again(self, n: int, *, with_tape: bool = False) -> None:
         """Recomputes an operation, its inputs cut off from the graph; its tape is caught tensor by tensor."""
         step = self.steps[n]
         for slot, producer in zip(step.inputs, step.producers, strict=True):
             if self.values[slot] is None:
-                self._run_again(producer)
+                self.run_again(producer)
             elif slot in self.output_versions:
                 self._check_output(producer)
         places = self.saved.get(n, ())
@@ -415,7 +234,7 @@ class Execution:
             self.watch.ended(step.operation.name, list(made), is_first=False)
         if not step.outputs or self.values[step.outputs[0]] is None:
             for slot, value in zip(step.outputs, made, strict=True):
-                self.values[slot] = _leaf(value)
+                self.values[slot] = leaf_of(value)
                 self.output_versions.pop(slot, None)
 
     def _conditions(self, n: int, step: Step) -> Any:
@@ -436,7 +255,7 @@ class Execution:
             if version is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
         for slot in (*step.scratch, *step.kept):
-            values[slot] = copies.get(slot, values[slot]).detach().clone()
+            values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
     def _catch_tape(self, n: int, saved: list[Tensor], places: Iterable[Place]) -> None:
@@ -456,7 +275,8 @@ class Execution:
                 if t._version != version:
                     raise modified(f"the output of {self.steps[n].operation.name}", version, t)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Lets go of all that can be computed again."""
         for step in self.steps:
             for slot in step.outputs:
                 self.values[slot] = None
@@ -464,19 +284,15 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-        self.dormant.clear()
 
 
-_OUTSIDE = Place(ExternalRef())
-
-
-def _leaf(value: Any) -> Any:
+def leaf_of(value: Any) -> Any:
     """The value cut from its graph, asking for gradients where it did."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
     if value is None:
         return None
-    return tree_map_only(Tensor, _leaf, value)
+    return tree_map_only(Tensor, leaf_of, value)
 
 
 def modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
@@ -488,11 +304,13 @@ def modified(what: str, version: int, tensor: Tensor) -> RuntimeError:
     )
 
 
-def _arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) -> None:
+def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) -> None:
+    """The backward of `n` begins."""
     execution = reference()
     if execution is not None:  # else no backward of it reads anything any more
         execution.arrive(n)
 
 
-def _unpack(reference: Reference) -> Tensor:
+def unpack_reference(reference: Reference) -> Tensor:
+    """The tensor in whose place autograd holds the reference."""
     return reference.execution.unpack(reference.operation, reference.number)

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
+from torch.fx.node import map_arg
 from torch.nn import functional
 
 from ..errors import ScheduleError
@@ -17,7 +18,7 @@ from ..operations.evaluation import Run, compile_constant, compile_operation, ef
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
 from ..schedules.graph import Graph
-from ..schedules.schedule import Schedule, mark
+from ..schedules.schedule import Action, Schedule, mark
 
 
 class Do(IntEnum):
@@ -181,7 +182,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         lines.released,
         hooked,
         order.revived,
-        fx.node.map_arg(traced.output_node.args[0], lambda n: SlotOf(slot_of[n])),
+        map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
     )
 
 
@@ -335,7 +336,7 @@ def _instructions(
 
 
 def _last_reads(
-    traced: TracedModule, actions: Sequence[Any], graph: Graph, hooked: frozenset[int]
+    traced: TracedModule, actions: Sequence[Action], graph: Graph, hooked: frozenset[int]
 ) -> tuple[dict[int, list[int]], dict[int, set[int]]]:
     """Where the table lets go of each output: position of a run → outputs; hooked operation → outputs."""
     last: dict[int, int] = {}  # output in the table -> position of its last read so far

@@ -26,7 +26,8 @@ from ..plans.planner import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
 from ..schedules.schedule import Schedule
-from .executor import Watch, run_forward
+from .executor import Watch
+from .forward import run_forward
 from .program import Program, compile_schedule
 
 logger = logging.getLogger("lightning_remat")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +14,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-_RATES = {"cpu": (1e11, 1e10), "other": (2e13, 1e12)}
-"""Nominal operations a second and bytes a second; only their ratio matters to a planner."""
 
-LAUNCH_SECONDS = 2e-6
-"""What an operation costs that moves no data; no node is free, or a planner would recompute it for nothing."""
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a device is taken to be.
+
+    Attributes:
+        flops_per_second: Additions and multiplications, each counted.
+        bytes_per_second: Read and written.
+        launch_seconds: What an operation costs that moves no data; no node is free, or a planner would recompute it
+            for nothing.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    launch_seconds: float = 2e-6
+
+
+_NOMINAL = {"cpu": Speed(1e11, 1e10), "other": Speed(2e13, 1e12)}
+"""Where nothing is said; only the ratios matter to a planner."""
+
+_assumed: ContextVar[Speed | None] = ContextVar("assumed speed", default=None)
+
+
+@contextmanager
+def assumed_speed(speed: Speed) -> Generator[None]:
+    """Estimates within the block are those of a device of that speed."""
+    token = _assumed.set(speed)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 class CostCounter(TorchDispatchMode):
@@ -28,7 +58,7 @@ class CostCounter(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.seconds = 0.0
-        self._flops_per_second, self._bytes_per_second = _RATES.get(device.type, _RATES["other"])
+        self._speed = _assumed.get() or _NOMINAL.get(device.type, _NOMINAL["other"])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,12 +68,12 @@ class CostCounter(TorchDispatchMode):
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not results:
             return result
-        self.seconds += LAUNCH_SECONDS
+        self.seconds += self._speed.launch_seconds
         if func.is_view:
             return result
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         traffic = sum(t.numel() * t.element_size() for t in (*operands, *results))
         count = flop_registry.get(func.overloadpacket)
         flops: Any = count(*args, **kwargs, out_val=result) if count is not None else 0
-        self.seconds += max(flops / self._flops_per_second, traffic / self._bytes_per_second)
+        self.seconds += max(flops / self._speed.flops_per_second, traffic / self._speed.bytes_per_second)
         return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +40,20 @@ def device_memory(device: torch.device) -> DeviceMemory:
     total, free = int(machine.total), int(machine.available)
     for limit, used in control_group_limits():
         total, free = min(total, limit), min(free, max(0, limit - used))
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
+    address_space = _address_space_limit()
+    if address_space is not None:
         total, free = min(total, address_space), min(free, max(0, address_space - psutil.Process().memory_info().vms))
     return DeviceMemory(free, total)
+
+
+def _address_space_limit() -> int | None:
+    """What `RLIMIT_AS` allows the process in bytes; None where nothing is limited, or the system has no such limit."""
+    try:
+        import resource  # of Unix alone
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 _UNLIMITED = 1 << 60

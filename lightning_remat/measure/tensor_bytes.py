@@ -1,4 +1,4 @@
-"""Bytes of tensors: of the storages that they occupy, and of the elements that they show."""
+"""Bytes of tensors: of the storages that they occupy, and of the elements that they show; their types and sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..schedules.graph import TensorKind
 from .meter import tensor_storage
 
 
@@ -29,6 +30,11 @@ def _sparse_bytes(t: Tensor) -> int:
     if t.layout is torch.sparse_coo:
         return storage_bytes([t._indices(), t._values()])
     return t.numel() * t.element_size()
+
+
+def tensor_kinds(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
+    """Types and sizes of tensors, for what must be known without them."""
+    return tuple(TensorKind(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors)
 
 
 def logical_bytes(tensors: Iterable[Tensor]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -11,9 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from .plain_tensors import holder_of
 
 _local = threading.local()
 
@@ -118,33 +114,3 @@ def casts_apart() -> Generator[None, None, None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def buffer_values(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Copies of the named buffers or tensor attributes."""
-    return {name: operator.attrgetter(name)(module).detach().clone() for name in names}
-
-
-@contextmanager
-def scratch_buffers(module: nn.Module, names: Iterable[str], values: dict[str, Tensor]) -> Generator[None, None, None]:
-    """Copies in the place of named buffers or tensor attributes, so that a run inside leaves these untouched.
-
-    Writing the old values back would raise the version counter of tensors that autograd may have saved.
-
-    Args:
-        module: Their owner.
-        names: Dotted names of buffers or tensor attributes.
-        values: The values that the run shall see; the present ones where a name is missing.
-    """
-    owners: list[tuple[dict[str, Any], str, Tensor]] = []
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        buffers = holder_of(module.get_submodule(path), leaf)
-        original: Tensor = buffers[leaf]
-        owners.append((buffers, leaf, original))
-        buffers[leaf] = values.get(name, original).detach().clone()
-    try:
-        yield
-    finally:
-        for buffers, leaf, original in owners:
-            buffers[leaf] = original

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,5 +60,6 @@ def is_captured() -> bool:
 
 def is_in_checkpoint() -> bool:
     """Whether the code that asks runs within `torch.utils.checkpoint`, for the first time or again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    pack: Any = None if hooks is None else hooks[0]
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

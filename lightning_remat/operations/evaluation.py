@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import tree_map_only
 
 from .contexts import Context, common_contexts, contexts_of
@@ -109,15 +110,15 @@ class _Writer:
         """An argument, which may be nested."""
         if isinstance(a, fx.Node):
             return self.name_of(a)
-        if type(a) in (tuple, list, torch.Size):
-            inner = "".join(f"{self.argument(b)}, " for b in a)
-            return f"[{inner}]" if type(a) is list else f"({inner})"
-        if type(a) is fx.immutable_collections.immutable_list:
+        if type(a) in (tuple, torch.Size):
+            return f"({''.join(f'{self.argument(b)}, ' for b in a)})"
+        if type(a) in (list, immutable_list):
             return f"[{''.join(f'{self.argument(b)}, ' for b in a)}]"
-        if isinstance(a, dict):
+        if type(a) in (dict, immutable_dict):
             return "{" + "".join(f"{self.constant(k)}: {self.argument(b)}, " for k, b in a.items()) + "}"
-        if isinstance(a, slice):
-            return f"slice({self.argument(a.start)}, {self.argument(a.stop)}, {self.argument(a.step)})"
+        if type(a) is slice:
+            s = cast(Any, a)
+            return f"slice({self.argument(s.start)}, {self.argument(s.stop)}, {self.argument(s.step)})"
         if a is None or type(a) in (bool, int):
             return repr(a)
         return self.constant(a)

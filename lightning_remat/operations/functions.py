@@ -45,7 +45,7 @@ class _Custom(torch.autograd.Function):
         ctx: Any, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any
     ) -> Any:
         with torch.no_grad():
-            output, saved = cast(Any, forward(*args))
+            output, saved = forward(*args)
         outputs = list(output) if isinstance(output, (tuple, list)) else [output]
         if function.dirty:
             ctx.mark_dirty(*(outputs[i] for i in function.dirty))

@@ -37,3 +37,18 @@ PLANNERS: dict[str, Planner] = {
     "rotor_floating": plan_rotor_floating,
 }
 """Name → planner: `(graph, budget_bytes, *, options…) -> Schedule`, or `InfeasibleBudgetError`."""
+
+
+def planner_of(planner: str | Planner) -> tuple[str, Planner]:
+    """The name and the function of what a user gives as `planner`.
+
+    Raises:
+        ValueError: It is neither a name of `PLANNERS` nor a function.
+    """
+    if isinstance(planner, str):
+        if planner not in PLANNERS:
+            raise ValueError(f"unknown planner {planner!r}; the planners are {', '.join(sorted(PLANNERS))}")
+        return planner, PLANNERS[planner]
+    if not callable(planner):
+        raise ValueError(f"planner is {planner!r}, expected a name of PLANNERS or a function")
+    return getattr(planner, "__name__", repr(planner)), planner

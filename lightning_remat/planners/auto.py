@@ -6,18 +6,17 @@ from ..lowering import lower_kept
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
-from ._auto.front_search import FRONTS
+from ._auto.front_search import front_of
 from ._candidates import fastest_that_fits, infeasible, trade_off
 
 
-def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedule:
+def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Graph | None = None) -> Schedule:
     """The fastest schedule known for the graph whose true peak is within the budget.
 
     The first call for a graph builds its front: all schedules found between plain autograd and the lowest peak that
     no other one beats in both peak and seconds. Every answer is looked up in it, so more budget is never slower,
-    whatever order budgets are asked in; the front does not depend on the budget, and its search is deterministic. A
-    graph with the same operations at another batch size starts from what was found at the first. No optimum is
-    proven; `explanation.explain` reports the gap to a lower bound.
+    whatever order budgets are asked in; the front depends neither on the budget nor on what was planned before, and
+    its search is deterministic. No optimum is proven; `explanation.explain` reports the gap to a lower bound.
 
     The answers of the quick planners (`portfolio.RIVALS`) are in the front, so that none of those is faster at any
     budget or reaches a lower peak. The others are beaten by search alone.
@@ -32,6 +31,7 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
         graph: The operations.
         budget_bytes: The true peak that must not be exceeded.
         effort: Multiple of the usual search (some seconds for a few hundred nodes).
+        like: The same operations at another batch size, from whose front the search starts and is shorter for it.
 
     Returns:
         A schedule whose simulated peak is within the budget.
@@ -43,7 +43,7 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0) -> Schedu
     """
     if not graph.nodes:
         return fastest_that_fits(graph, budget_bytes, trade_off(graph, [lower_kept(graph, ())]), planner="auto")
-    front = FRONTS.of(graph, effort)
+    front = front_of(graph, effort, like)
     found = front.within(budget_bytes)
     schedule = front.schedule(found or 0)
     if found is None:

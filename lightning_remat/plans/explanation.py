@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..budget import format_bytes
-from ..planners._auto.front_search import FRONTS
+from ..planners._auto.front_search import front_of
 from ..schedules.floor import Floor, find_floor
 from ..schedules.graph import Graph
 from ..schedules.time_bound import least_recompute_seconds
@@ -84,7 +84,7 @@ def explain(plan: Plan, *, more_bytes: int | None = None, effort: float = 1.0) -
     graph = plan.graph
     if not graph.nodes:
         raise ValueError("a plan of no operations has nothing to explain")
-    front = FRONTS.of(graph, effort)
+    front = front_of(graph, effort)
     more = max(1, plan.plain.peak_bytes // 10) if more_bytes is None else more_bytes
     later = front.within(plan.budget_bytes + more)
     saved = 0.0 if later is None else max(0.0, plan.simulation.seconds - front.seconds[later])

@@ -145,10 +145,8 @@ class _Replay:
         self.tick += 1
         if not self.is_backward:
             self.is_backward = True
-            leaving = set(graph.outputs) or {i for i, users in enumerate(graph.users) if not users}
-            for i in sorted(leaving):
-                if graph.nodes[i].gradient_bytes != 0:
-                    self.gradient[i] = [self.make(i, "gradient", graph.gradient_bytes(i))]
+            for i in graph.ends():
+                self.gradient[i] = [self.make(i, "gradient", graph.gradient_bytes(i))]
             self.tick += 1
         self.use([self.output[i] for i in node.saved])
         if node.tape_bytes:

@@ -48,6 +48,8 @@ def choose(
     budget_bytes: int,
     planner: Planner,
     surroundings: Surroundings,
+    *,
+    like: Mapping[str, Graph],
     **options: Any,
 ) -> dict[str, Schedule]:
     """A schedule for each region, such that the step stays within the budget where that is possible.
@@ -59,7 +61,8 @@ def choose(
     menus: dict[str, tuple[Option, ...]] = {}
     for key, graph in graphs.items():
         alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
-        menus[key] = _options(alike, planner, surroundings.is_accumulating, tuple(sorted(options.items())))
+        asked = tuple(sorted(options.items()))
+        menus[key] = _options(alike, planner, surroundings.is_accumulating, asked, like.get(key, alike))
     search = _Search(tuple(keys), graphs, menus, surroundings)
     chosen = search.reduced(budget_bytes)
     if search.excess(chosen, budget_bytes):
@@ -126,7 +129,7 @@ def _without_seconds(graph: Graph) -> Graph:
 
 @lru_cache(maxsize=64)
 def _options(
-    graph: Graph, planner: Planner, is_accumulating: bool, options: tuple[tuple[str, Any], ...]
+    graph: Graph, planner: Planner, is_accumulating: bool, options: tuple[tuple[str, Any], ...], like: Graph
 ) -> tuple[Option, ...]:
     """The plain run and the planner's answers to limits on the region's peak and on what it holds."""
 
@@ -138,16 +141,17 @@ def _options(
         """A schedule with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step."""
         extended = _with_rest(graph, rest_bytes)
         try:
-            made = plan(extended, fixed + peak_bytes, planner, **dict(options))
+            made = plan(extended, fixed + peak_bytes, planner, like=start, **dict(options))
         except InfeasibleBudgetError as error:
             try:
-                made = plan(extended, int(error.minimum_bytes), planner, **dict(options))
+                made = plan(extended, int(error.minimum_bytes), planner, like=start, **dict(options))
             except InfeasibleBudgetError:  # what it said to be its lowest peak is not: nothing to learn here
                 return
         schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))
         found.setdefault(str(schedule), option(schedule))
 
     fixed = graph.static_bytes + graph.input_bytes
+    start = _with_rest(like, 0)  # one search, from which those for all other limits start
     plain = option(lower_kept(graph, range(len(graph.nodes))))
     found = {str(plain.schedule): plain}
     least = sum(graph.nodes[graph.roots[n]].output_bytes for n in graph.outputs)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..budget import check_bytes
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
-from ..planners import PLANNERS
+from ..planners import planner_of as planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
+from ..schedules.stored import reading
 
 if TYPE_CHECKING:
     from .step_planner import StepPlan
@@ -85,8 +88,13 @@ class Plan:
 
         Raises:
             ScheduleError: The schedule does not fit its graph.
+            ValueError: The text is empty, breaks off, or was not written by `to_json`.
         """
-        data = json.loads(text)
+        with reading("plan"):
+            return cls._read(json.loads(text))
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Plan:
         how = {"rung": data.get("rung", ""), "reasons": tuple(data.get("reasons", ()))}
         if "step" in data:
             from .step_planner import StepPlan  # which plans with this module
@@ -103,7 +111,14 @@ class Plan:
         return replace(made, **how)
 
 
-def plan(graph: Graph, budget_bytes: int, planner: str | Callable[..., Schedule] = "auto", **options: Any) -> Plan:
+def plan(
+    graph: Graph,
+    budget_bytes: int,
+    planner: str | Callable[..., Schedule] = "auto",
+    *,
+    like: Graph | None = None,
+    **options: Any,
+) -> Plan:
     """The planner's schedule for a true peak of at most `budget_bytes`, replayed by the simulator.
 
     >>> from lightning_remat import Graph, Node
@@ -116,22 +131,21 @@ def plan(graph: Graph, budget_bytes: int, planner: str | Callable[..., Schedule]
         graph: The profiled operations.
         budget_bytes: Bytes of everything alive in the step at its peak.
         planner: A name of `PLANNERS`, or a function `(graph, budget_bytes, **options) -> Schedule`.
+        like: The same operations at another batch size, which a planner that takes it (`auto`) starts from.
         **options: Passed to the planner.
 
     Returns:
         A plan whose simulated peak is within the budget.
 
     Raises:
-        ValueError: No planner has that name.
+        ValueError: No planner has that name, or the budget is no number.
         InfeasibleBudgetError: The planner cannot go as low; carries the lowest peak that it reaches.
         ScheduleError: A planner of the caller's returned an invalid schedule.
     """
-    if isinstance(planner, str):
-        if planner not in PLANNERS:
-            raise ValueError(f"unknown planner {planner!r}; the planners are {', '.join(sorted(PLANNERS))}")
-        name, function = planner, PLANNERS[planner]
-    else:
-        name, function = getattr(planner, "__name__", repr(planner)), planner
+    name, function = planner_of(planner)
+    budget_bytes = check_bytes(budget_bytes)
+    if like is not None and "like" in inspect.signature(function).parameters:
+        options["like"] = like
     start = time.perf_counter()
     schedule = function(graph, budget_bytes, **options)
     return _replayed(graph, budget_bytes, name, schedule, time.perf_counter() - start)

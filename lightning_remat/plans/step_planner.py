@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
+from ..planners import planner_of
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Action, Schedule
 from ..schedules.simulator import Simulation, simulate
+from ..schedules.stored import reading
 from .options import choose
 from .planner import Plan, plan
 from .step_memory import RegionCost, Surroundings, Timeline, forward_length, step_timeline
@@ -116,8 +119,13 @@ class StepPlan:
 
         Raises:
             ScheduleError: A schedule does not fit its graph.
+            ValueError: The text is empty, breaks off, or was not written by `to_json`.
         """
-        data = json.loads(text)
+        with reading("plan of a step"):
+            return cls._read(json.loads(text))
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> StepPlan:
         plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
         graphs: dict[str, Any] = data.get("plain_graphs", {})
         plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()} or None
@@ -187,6 +195,7 @@ def plan_step(
     surroundings: Surroundings,
     *,
     plain_graphs: dict[str, Graph] | None = None,
+    like: Mapping[str, Graph] = MappingProxyType({}),
     **options: Any,
 ) -> StepPlan:
     """A plan by which the whole step stays within the budget.
@@ -202,12 +211,13 @@ def plan_step(
         planner: A name of `PLANNERS` or a function.
         surroundings: What is alive beside the regions.
         plain_graphs: Region name → the operations that it runs without a plan, where they are others.
+        like: Region name → its operations at another batch size, which the planner may start from.
         **options: Passed to the planner.
 
     Raises:
         InfeasibleBudgetError: No plan fits; carries the least budget for the whole step.
     """
-    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    name, _ = planner_of(planner)
     # A plan that keeps all, as the planner in question would have made it.
     plain = {
         k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes)
@@ -217,14 +227,16 @@ def plan_step(
     if found.predicted_peak_bytes <= budget_bytes:
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
     if len(keys) > 1:
-        schedules = choose(keys, graphs, budget_bytes, planner, surroundings, **options)
+        schedules = choose(keys, graphs, budget_bytes, planner, surroundings, like=like, **options)
         plans = {
             k: replace(p, graph=graphs[k], schedule=schedules[k], simulation=simulate(graphs[k], schedules[k]))
             for k, p in plain.items()
         }
         found = replace(found, plans=plans, plain_graphs=plain_graphs)
     else:
-        found = _planned_region(replace(found, plain_graphs=plain_graphs), graphs[keys[0]], planner, options)
+        found = _planned_region(
+            replace(found, plain_graphs=plain_graphs), graphs[keys[0]], planner, {"like": like.get(keys[0]), **options}
+        )
     if found.predicted_peak_bytes > budget_bytes:
         raise _infeasible(found)
     return found

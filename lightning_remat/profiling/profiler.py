@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ from ..capture.tracer import is_alike, recapture
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
-from ..measure.tensor_bytes import logical_bytes, storage_bytes
+from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
-from ..module_state.random_state import RandomState
+from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
 from ..operations.operation import TracedModule
@@ -80,9 +80,6 @@ def profile_call(
         stack.enter_context(casts_apart())
         if fake is not None:
             stack.enter_context(fake.fake_mode)
-        else:
-            devices = {t.device for t in values if isinstance(t, Tensor) and t.device.type != "cpu"}
-            stack.callback(RandomState(devices).put_back)
         stack.enter_context(torch.enable_grad())
         layouts = gradient_layouts(traced, values)
         profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
@@ -99,6 +96,7 @@ def profile_call(
         input_bytes=storage_bytes(given),
         static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
         outputs=traced.outputs,
+        profiled_on=tensor_kinds(given),
     )
 
 
@@ -117,6 +115,9 @@ class _Profiler:
             n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
         self.start_over()
+        self.draws = OwnDraws()
+        # Elsewhere the mode would only cost the time that is measured; on fake tensors nothing is drawn.
+        self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
         tensors = [v for v in self.given.values() if isinstance(v, Tensor)]
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.metered_device = torch.device("cpu") if is_fake else self.device
@@ -291,7 +292,8 @@ class _Profiler:
                 if i in self.slot_of and i not in inputs and i not in operation.parts:
                     inputs[i] = self._input(i)
         values = {self.slot_of[i]: value for i, value in inputs.items()}
-        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+        draws = self.draws if n in self.drawing else nullcontext()
+        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
             contexts.enter(common_contexts(operation.parts))
             made = self.run[n](values)
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):

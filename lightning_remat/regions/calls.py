@@ -161,10 +161,11 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         frames.pop().leave(output)
         return output
 
-    @torch.compiler.disable  # TorchDynamo sees what runs between the graphs that it captures
-    def pack(tensor: Tensor) -> None:
+    def note(tensor: Tensor) -> None:
         if len(frames) == 1:
             between.note(tensor, _outputs_of(top.children))
+
+    pack = cast(Callable[[Tensor], None], cast(Any, torch.compiler).disable(note))  # TorchDynamo would capture it
 
     handles: list[Any] = []
     try:

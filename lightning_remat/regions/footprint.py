@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_peak, tensor_storage
 from ..measure.stopwatch import Stopwatch
 from ..module_state.nesting import tensors_in
@@ -42,7 +44,7 @@ class OptimizerFootprint(NamedTuple):
     Attributes:
         state_bytes: Their states.
         step_bytes: The peak of their steps, with parameters, buffers and gradients.
-        step_seconds: Duration of their steps.
+        step_seconds: Duration of their steps, an estimate on fake tensors.
     """
 
     state_bytes: int
@@ -54,21 +56,30 @@ def optimizer_footprint(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
 ) -> OptimizerFootprint:
     """What the optimizers cost, found by steps on gradients of zero; the caller restores what they change."""
+    sparse = {id(m.weight) for m in module.modules() if getattr(m, "sparse", False) is True and hasattr(m, "weight")}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
                 if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = _no_rows(parameter) if id(parameter) in sparse else torch.zeros_like(parameter)
     step_bytes = 0
     for optimizer in optimizers:
         with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
         step_bytes = max(step_bytes, measured.peak_bytes)
-    watch = Stopwatch(device)
+    is_fake = any(isinstance(p, FakeTensor) for p in module.parameters())
+    watch = CostCounter(device) if is_fake else Stopwatch(device)
     with watch:  # not the first step, which makes the states
         for optimizer in optimizers:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
     return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """A gradient of zero as an embedding has it that was asked for no row."""
+    index = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    rows = parameter.new_zeros((0, *parameter.shape[1:]))
+    return cast(Any, torch).sparse_coo_tensor(index, rows, parameter.shape)
 
 
 def _zero_loss() -> Tensor:

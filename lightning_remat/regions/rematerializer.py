@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..budget import Budget, parse_budget
+from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import out_of_place, trace
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, checked_program, install, restore
@@ -21,10 +21,11 @@ from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan
+from ..plans.planner import Plan, planner_of
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile
 from ..schedules.schedule import Schedule
+from .fit import check_fit
 from .rewriter import rewrite_regions
 from .self_check import find_difference
 from .step_run import step_outcome
@@ -70,7 +71,8 @@ def rematerialize(
         memory_budget: The true peak in bytes; an int, `"8GiB"`, a fraction of the device's memory, or `"50%"` of the
             plain step's peak. None stands for what the device has free.
         planner: A name of `PLANNERS` or a function.
-        plan: A plan made earlier for this module, which is installed without profiling.
+        plan: A plan made earlier for this module and inputs of these types and sizes, which is installed without
+            profiling.
         self_check: Whether one step with and without the plan is compared first, bit by bit: outputs, gradients of
             parameters and inputs, buffers, random states. On a difference a warning names the first operation that
             differs, and the plain module is left in place; the plan returned then keeps everything.
@@ -84,6 +86,11 @@ def rematerialize(
         InfeasibleBudgetError: The planner cannot go as low.
         ValueError: A wrong budget, planner or plan. In each case the module is as it was.
     """
+    planner_of(planner)
+    if memory_budget is not None:
+        check_budget(memory_budget)
+    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"plan is {plan!r}, expected a Plan")
     with Rewriting(module).replaced():
         _check_rewritable(module)
         budget_of = _budget(memory_budget, args, kwargs, module)
@@ -94,11 +101,12 @@ def rematerialize(
             if plan is None:
                 traced, made = _planned(traced, args, kwargs, budget_of, planner)
             else:
+                check_fit(plan.graph, module, args, kwargs)
                 traced, made = _as_planned(traced, args, kwargs, plan), plan
             install(module, checked_program(traced, made), made, planner)
         if self_check:
             made = _checked(module, args, kwargs, made)
-    _log(module, made)
+    _log(module, made, is_given=plan is not None)
     return made
 
 
@@ -168,15 +176,20 @@ def _as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, A
     return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
-def _log(module: nn.Module, plan: Plan) -> None:
+def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:
+    """What is in force from now on, in one line, and a line for each part that is treated otherwise."""
     ways = {
         "traced": "captured as a whole",
         "leaves": "captured as a whole, some of its parts as single operations",
         "regions": "its own forward cannot be captured, so its parts are rematerialized one by one under one budget: "
         + ", ".join(plan.step.plans if plan.step is not None else ()),
     }
-    lines = [f"{type(module).__name__}: {ways.get(plan.rung, 'rewritten by a plan made earlier')}", *plan.reasons]
-    logger.info("%s", "\n  ".join(lines))
+    name, again = type(module).__name__, plan.num_recomputed
+    does = "recomputes nothing, since everything fits"
+    if again:
+        does = f"recomputes {again} operations for {plan.recompute_overhead:.1%} more time"
+    whose = "by the plan it was given" if is_given else ways.get(plan.rung, "")
+    logger.info("%s", "\n  ".join([f"{name} {does} ({whose})", *plan.reasons]))
 
 
 def _check_rewritable(module: nn.Module) -> None:

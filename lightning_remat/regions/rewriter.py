@@ -15,12 +15,13 @@ from ..execution.rewriter import checked_program, install_regions, restore
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan
+from ..plans.planner import Plan, planner_of
 from ..plans.step_memory import Surroundings
 from ..plans.step_planner import StepPlan, plain_timeline, plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from .calls import View, look_through
+from .calls import View, look_through, submodules
+from .fit import check_fit
 from .footprint import outside_bytes
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import step_peak, untouched
@@ -104,7 +105,14 @@ def _install_earlier(
 ) -> None:
     if plan.step is None:
         raise ValueError(f"the plan was made for a module that can be captured as a whole. {error}") from error
-    programs = programs_of(look(list(plan.step.plans)).calls, plan.step.plans)
+    planned, there = set(plan.step.plans), {name for name, _ in submodules(module)}
+    if absent := sorted(name for name in planned if name.partition("[")[0] not in there):
+        raise ValueError(f"the plan is for a module with a part {absent[0]!r}, which {type(module).__name__} has not")
+    calls = look(sorted(planned)).calls
+    for call in calls:
+        if call.name in planned:
+            check_fit(plan.step.plans[call.name].graph, call.module, call.args, call.kwargs)
+    programs = programs_of(calls, plan.step.plans)
     install_regions(module, programs, plan)
 
 
@@ -153,7 +161,7 @@ def _fitted(
     the prediction is corrected by it, and the regions are planned again where that exceeds the budget or leaves room.
     """
     start = time.perf_counter()
-    name = planner if isinstance(planner, str) else getattr(planner, "__name__", repr(planner))
+    name, _ = planner_of(planner)
     good: Plan | None = None
     budget = measured = 0
     for number in range(_MOST_STEPS):

@@ -14,13 +14,16 @@ from rich.table import Table
 from ..budget import format_bytes
 from ..measure.step_clock import Reading
 from ..plans.planner import Plan
+from ..schedules.stored import write_whole
+from .html_page import headline, write_page
 from .plots import can_plot, plot_candidates, plot_timeline
 from .result import Candidate, Result
 
 
 def result_table(result: Result) -> Table:
     """The table printed at the start: peaks, budget, overhead, what is kept and what is recomputed."""
-    table = Table(title=f"Rematerialization: planner {result.plan.planner}, batch size {result.batch_size}")
+    title = f"Rematerialization: planner {result.plan.planner}, batch size {result.batch_size}"
+    table = Table(title=title, caption=headline(result))
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("plain peak (predicted)", format_bytes(result.plain_peak_bytes))
@@ -111,21 +114,23 @@ def out_of_memory_note(result: Result) -> str:
     )
 
 
-def write_report(result: Result, folder: Path, readings: Sequence[Reading] = ()) -> Path:
-    """Writes `remat_report.json` into the folder.
+def write_report(result: Result, folder: Path, readings: Sequence[Reading] = (), *, title: str = "") -> Path:
+    """Writes `remat_report.json`, and `remat_report.html` beside it for people, into the folder.
 
     Args:
         result: What was found.
         folder: Made if it does not exist.
         readings: What was measured during the run.
+        title: What was trained.
 
     Returns:
-        The file.
+        The JSON file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "remat_report.json"
-    data = {**json.loads(result.to_json()), "run": _run_figures(readings)}
-    path.write_text(json.dumps(data, indent=1))
+    path, run = folder / "remat_report.json", _run_figures(readings)
+    data = {**json.loads(result.to_json()), "run": run}
+    write_whole(path, json.dumps(data, indent=1))
+    write_page(result, folder / "remat_report.html", title=title, run=run)
     return path
 
 

@@ -41,11 +41,8 @@ class _Levels:
         self.gradients: list[list[int]] = [[] for _ in graph.nodes]
 
     def begin(self) -> None:
-        graph = self.graph
-        leaving = set(graph.outputs) or {n for n, users in enumerate(graph.users) if not users}
-        for n in sorted(leaving):
-            if graph.nodes[n].gradient_bytes != 0:
-                self.gradients[n].append(self._allocate(graph.gradient_bytes(n)))
+        for n in self.graph.ends():
+            self.gradients[n].append(self._allocate(self.graph.gradient_bytes(n)))
 
     def backward(self, n: int) -> int:
         graph, node = self.graph, self.graph.nodes[n]

@@ -5,7 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, Final, Literal, cast
+
+from .stored import reading
+
+Unit = Literal["bytes", "seconds"]
+
+# What a field counts. Whatever holds of all bytes or of all seconds (that they are not negative, how they grow with the
+# batch) asks `fields_in` instead of naming fields, so that a new field cannot be forgotten.
+_BYTES: Final[Mapping[str, Unit]] = {"unit": "bytes"}
+_SECONDS: Final[Mapping[str, Unit]] = {"unit": "seconds"}
+
+
+@cache
+def fields_in(unit: Unit, of: type[Any]) -> tuple[str, ...]:
+    """The names of the fields of a dataclass that count that unit."""
+    return tuple(f.name for f in fields(of) if f.metadata.get("unit") == unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +63,23 @@ class Node:
     kind: str = ""
     inputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
-    output_bytes: int = 0
-    tape_bytes: int = 0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    forward_workspace_bytes: int = 0
-    backward_workspace_bytes: int = 0
-    parameter_bytes: int = 0
+    output_bytes: int = field(default=0, metadata=_BYTES)
+    tape_bytes: int = field(default=0, metadata=_BYTES)
+    forward_seconds: float = field(default=0.0, metadata=_SECONDS)
+    backward_seconds: float = field(default=0.0, metadata=_SECONDS)
+    forward_workspace_bytes: int = field(default=0, metadata=_BYTES)
+    backward_workspace_bytes: int = field(default=0, metadata=_BYTES)
+    parameter_bytes: int = field(default=0, metadata=_BYTES)
     storage_of: int | None = None
     is_random: bool = False
     mutates: tuple[str, ...] = ()
-    gradient_bytes: int | None = None
+    gradient_bytes: int | None = field(default=None, metadata=_BYTES)
     shares_gradient: tuple[int, ...] | None = None
     num_outputs: int = 1
-    input_gradient_bytes: int = 0
-    backward_release_bytes: int = 0
-    backward_shared_bytes: int = 0
-    backward_shared_release_bytes: int = 0
+    input_gradient_bytes: int = field(default=0, metadata=_BYTES)
+    backward_release_bytes: int = field(default=0, metadata=_BYTES)
+    backward_shared_bytes: int = field(default=0, metadata=_BYTES)
+    backward_shared_release_bytes: int = field(default=0, metadata=_BYTES)
 
     @property
     def is_view(self) -> bool:
@@ -82,20 +98,19 @@ class Node:
         return -self.backward_release_bytes if is_released else 0
 
 
-_COUNTS = (
-    "output_bytes",
-    "tape_bytes",
-    "forward_seconds",
-    "backward_seconds",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-    "parameter_bytes",
-    "input_gradient_bytes",
-    "backward_release_bytes",
-    "backward_shared_bytes",
-    "backward_shared_release_bytes",
-)
-_TUPLES = ("inputs", "saved", "shares_gradient", "mutates")
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Type and sizes of a tensor: what bytes and seconds hold for.
+
+    >>> str(TensorKind("float32", (8, 3, 64, 64)))
+    'float32 8×3×64×64'
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'×'.join(map(str, self.shape)) or 'scalar'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,8 @@ class Graph:
         input_bytes: Bytes of the inputs, alive throughout.
         static_bytes: Bytes of parameters, buffers and optimizer state, alive throughout.
         outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
+        profiled_on: The inputs that all this was measured with, and holds for; empty where it is not known. Graphs
+            that differ in nothing else are equal.
         users: For each node, the nodes that read its output (derived).
         roots: For each node, the node that owns the storage of its output: itself unless it is a view (derived).
         reads: For each node, the nodes whose output a run of it reads, the base of a view included (derived).
@@ -116,9 +133,10 @@ class Graph:
     """
 
     nodes: tuple[Node, ...]
-    input_bytes: int = 0
-    static_bytes: int = 0
+    input_bytes: int = field(default=0, metadata=_BYTES)
+    static_bytes: int = field(default=0, metadata=_BYTES)
     outputs: tuple[int, ...] = ()
+    profiled_on: tuple[TensorKind, ...] = field(default=(), compare=False)
     users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     roots: tuple[int, ...] = field(init=False, repr=False, compare=False)
     reads: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -127,7 +145,7 @@ class Graph:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         object.__setattr__(self, "outputs", tuple(self.outputs))
-        for name in ("input_bytes", "static_bytes"):
+        for name in fields_in("bytes", Graph):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but memory is not negative")
         users: list[list[int]] = [[] for _ in self.nodes]
@@ -147,6 +165,11 @@ class Graph:
 
     def __hash__(self) -> int:  # of hundreds of nodes: computed once
         return self._hash
+
+    def ends(self) -> tuple[int, ...]:
+        """The nodes whose gradients the loss makes, ascending: the outputs; where none is named, what has no user."""
+        leaving = set(self.outputs) or {n for n, users in enumerate(self.users) if not users}
+        return tuple(n for n in sorted(leaving) if self.nodes[n].gradient_bytes != 0)
 
     def gradient_bytes(self, index: int) -> int:
         """Bytes of the gradient of the output of node `index`."""
@@ -179,9 +202,10 @@ class Graph:
 
     def to_json(self) -> str:
         """The graph as JSON text, which `from_json` reads back to an equal graph."""
-        nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
         data = {"input_bytes": self.input_bytes, "static_bytes": self.static_bytes, "outputs": self.outputs}
-        return json.dumps({**data, "nodes": nodes})
+        inputs = [(kind.dtype, kind.shape) for kind in self.profiled_on]
+        nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
+        return json.dumps({**data, "profiled_on": inputs, "nodes": nodes})
 
     @classmethod
     def from_json(cls, text: str) -> Graph:
@@ -190,15 +214,23 @@ class Graph:
         Raises:
             ValueError: The text is not such a graph.
         """
-        data: Mapping[str, Any] = json.loads(text)
+        with reading("graph"):
+            return cls._read(json.loads(text))
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Graph:
         known = {f.name for f in fields(Node)}
         nodes: list[Node] = []
         for entry in data["nodes"]:
             if unknown := set(entry) - known:
                 raise ValueError(f"node {entry.get('name')!r} has unknown fields {sorted(unknown)}")
-            values: dict[str, Any] = {k: tuple(v) if k in _TUPLES and v is not None else v for k, v in entry.items()}
+            values: dict[str, Any] = {
+                k: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for k, v in entry.items()
+            }
             nodes.append(Node(**values))
-        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], tuple(data.get("outputs", ())))
+        inputs = (TensorKind(dtype, tuple(shape)) for dtype, shape in data.get("profiled_on", ()))
+        outputs = tuple(data.get("outputs", ()))
+        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], outputs, tuple(inputs))
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Node) if f.name != "name"}
@@ -222,10 +254,9 @@ def _check_node(node: Node, index: int) -> None:
         for i in indices:
             if not 0 <= i < limit:
                 raise ValueError(f"{where}: {label} names node {i}, which does not stand before it")
-    for label in _COUNTS:
-        if not getattr(node, label) >= 0:
-            raise ValueError(f"{where}: {label} is {getattr(node, label)}, but a cost is not negative")
-    if node.gradient_bytes is not None and node.gradient_bytes < 0:
-        raise ValueError(f"{where}: gradient_bytes is {node.gradient_bytes}, but a cost is not negative")
+    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node)):
+        cost = getattr(node, label)
+        if cost is not None and not cost >= 0:
+            raise ValueError(f"{where}: {label} is {cost}, but a cost is not negative")
     if node.is_view and node.output_bytes:
         raise ValueError(f"{where}: views node {node.storage_of}, yet has {node.output_bytes} bytes of its own")

@@ -217,10 +217,8 @@ class _Replay:
     def _begin_backward(self) -> None:
         """The loss has made the gradients of all that leaves the graph."""
         self.is_backward = True
-        leaving = set(self.graph.outputs) or {n for n, users in enumerate(self.graph.users) if not users}
-        for n in sorted(leaving):
-            if self.graph.nodes[n].gradient_bytes != 0:
-                self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
+        for n in self.graph.ends():
+            self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
 
     def _is_released(self, position: int, n: int) -> bool:
         """Whether a backward of several operations lets go of its own output and tape on the way: none is to stay."""

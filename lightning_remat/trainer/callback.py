@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
-from ..batch_search.search import find
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, uninstall
 from ..budget import Budget
-from ..errors import InfeasibleBudgetError, TraceError
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
 from ..module_state.nesting import tensors_in
 from ..regions.footprint import optimizer_tensors
-from ..regions.self_check import find_difference
 from ..reports.report import draw_plots, out_of_memory_note, print_tables, write_report
 from ..reports.result import Result
 from ..schedules.schedule import Schedule
-from .lightning_step import LightningTrial
+from . import ranks
+from .lightning_step import LightningTrial, StepFailedError
+from .loader_tap import LoaderTap
+from .loaders import loader_batch_size
+from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
-from .private_api import logging_step, should_log, tap_loaders, wrap_steps
-from .resume import fingerprint, resumed_result, to_state
-from .setup import apply_batch_size, check_supported, move_before_tuners, tap
+from .planning import check_first_size, fits_stored, passes_check, planned
+from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps
+from .rehearsal import rehearsed
+from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
+from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
 
 
 class Rematerialization(Callback):
     """Trains under a memory budget, at a batch size that fits, with exactly the gradients of the plain model.
 
-    In `on_fit_start` it profiles the submodules that `training_step` calls on the first real batch, plans which
-    activations to keep, discard and recompute so that the training step fits the budget, executes two real steps to
-    check it, and rewrites the submodules in place for the length of `fit`. Weights, buffers, metrics and random
-    states are left as they were: a run with the callback at a fixed batch size equals the run without it.
+    Right before the first training step, on its batch and after all hooks that precede it, it profiles the submodules
+    that `training_step` calls, plans which activations to keep, discard and recompute so that the step fits the budget,
+    executes two forwards and backwards to check it, and rewrites the submodules in place for the length of `fit`.
+    Weights, buffers, metrics and random states are left as they were, and nothing is read that training does not get:
+    a run with the callback at a fixed batch size equals the run without it.
+
+    A search (`batch_size="auto"`) has to end before the epoch begins. It is made in `on_fit_start`, on a batch that the
+    loaders yield and then begin again, after the start hooks of module and callbacks, which are called once more when
+    training starts; it also executes optimizer steps. All of that is undone.
+
+    Where the step cannot be tried (it calls no submodule, it raises when it is run apart from training) one warning
+    tells so, and the plain model is trained.
 
     Logs to every logger, at every log step: `remat/batch_size`, `remat/budget_bytes`, `remat/plain_peak_bytes`,
     `remat/predicted_peak_bytes`, `remat/recompute_overhead` (fraction), and since the last log `remat/peak_bytes`
@@ -65,15 +75,15 @@ class Rematerialization(Callback):
         resume: Whether a run resumed from a checkpoint reuses the plan and batch size stored in it.
         plan_path: A report of an earlier run to reuse if it fits this one; written otherwise.
         on_infeasible: Where nothing fits: `"raise"`, plan the lowest peak (`"minimum"`), or train the `"plain"` model.
-            The latter is also done, with a warning, where nothing can be captured and `batch_size="keep"`.
+            The latter is also done, with a warning, where nothing can be captured, unless a size is searched.
         on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget.
         modules: Submodules of the LightningModule to rewrite, or their names; None for those that it calls.
         self_check: Whether one step with and without the plan is compared first (loss, gradients, buffers, random
             states); a difference is reported and the plain model trained.
-        report_dir: Where report and plots go; None for the logger's folder.
+        report_dir: Where report and plots go; None for the logger's folder, and for nowhere where there is no logger.
 
     Attributes:
-        result: What was found, after `on_fit_start`; None before.
+        result: What was found, from the first training step on; None before, and where the plain model is trained.
 
     Raises:
         ValueError: An argument is wrong.
@@ -109,7 +119,9 @@ class Rematerialization(Callback):
         self.result: Result | None = None
         self._state: dict[str, Any] | None = None  # of the checkpoint that is resumed, or to be stored
         self._undo: list[Callable[[], None]] = []
-        self._batch_size: int | None = None  # what the loaders are changed to
+        self._undo_size: Callable[[], None] = _nothing  # on an error before anything was trained
+        self._tap: LoaderTap | None = None
+        self._left_alone_because: str | None = None  # told once the first step has been trained
         self._clock: StepClock | None = None
         self._readings: list[Reading] = []
 
@@ -126,67 +138,105 @@ class Rematerialization(Callback):
                 f"memory_budget={self.settings.memory_budget!r}"
             )
         move_before_tuners(trainer, self)
-        self._batch_size = None
-        self._undo.append(
-            tap_loaders(trainer.strategy, lambda loader: tap(trainer, loader, self._batch_size, self.settings))
-        )
+        self.result, self._clock, self._readings, self._left_alone_because = None, None, [], None
+        self._tap = LoaderTap(trainer, self.settings)
+        self._undo.append(tap_loaders(trainer.strategy, self._tap))
+        if isinstance(self.settings.batch_size, int):  # before optimizers are configured, who may count the batches
+            self._set_batch_size(trainer, self.settings.batch_size)
+
+    def _set_batch_size(self, trainer: Trainer, batch_size: int) -> None:
+        assert self._tap is not None, "no setup"
+        undo, earlier = set_batch_size(trainer, batch_size, self.settings), self._undo_size
+
+        def put_back() -> None:
+            undo()
+            earlier()
+
+        self._undo_size, self._tap.batch_size = put_back, batch_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Profiles, plans, verifies and rewrites; on an error everything is as before."""
-        self.result, self._clock, self._readings = None, None, []
-        trial = LightningTrial(trainer, self.settings.modules, self.settings.effective_batch_size)
-        if not trial.has_batch_dimension and self.settings.batch_size != "keep":
-            raise MisconfigurationException("no tensor of the batch has a batch dimension: give batch_size='keep'")
-        if len(trial.loader_sizes) > 1 and self.settings.batch_size != "keep":
-            raise MisconfigurationException(
-                f"the training loaders have different batch sizes, {trial.loader_sizes}, and one cannot stand for all: "
-                "give batch_size='keep'"
-            )
-        mark = fingerprint(trial, self.settings)
-        result = trial.share(lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
-        if result is not None:
-            modules = install(trial, result.batch_size, result.step)
-        else:
-            try:
-                result, modules = find(trial, self.settings)
-            except InfeasibleBudgetError as error:
-                if self.settings.on_infeasible == "raise":
-                    raise
-                if self.settings.on_infeasible == "plain":
-                    rank_zero_warn(f"Rematerialization leaves the model as it is (on_infeasible='plain'): {error}")
+        """Settles the batch size; the step is planned when it is about to be run for the first time."""
+        settings, tap = self.settings, self._tap
+        assert tap is not None, "no setup"
+        mark = fingerprint(trainer, settings)
+        known = ranks.share(trainer, lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
+        if settings.batch_size == "auto":
+            if known is None:
+                known = self._search(trainer, tap)
+                if known is None:
+                    tap.offer(with_optimizers=False)
                     return
-                rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
-                result, modules = find(trial, self.settings, lowest=True)
-            except TraceError as error:
-                if self.settings.batch_size != "keep" and self.settings.on_infeasible != "plain":
-                    raise  # a size is asked for that nothing can be said about
-                rank_zero_warn(f"Rematerialization leaves the model as it is: {error}")
+            changes = {loader_batch_size(loader) for loader in tap.loaders} != {known.batch_size}
+            self._set_batch_size(trainer, known.batch_size)
+            tap.offer(with_optimizers=changes or settings.effective_batch_size is not None)
+            log_batch_size(trainer, known.batch_size, settings)
+        elif settings.batch_size != "keep":
+            self._set_batch_size(trainer, settings.batch_size)  # of what was made since `setup`, too
+            log_batch_size(trainer, settings.batch_size, settings)
+        self._undo.append(before_first_step(trainer, partial(self._prepare, trainer, mark, known)))
+
+    def _search(self, trainer: Trainer, tap: LoaderTap) -> Result | None:
+        """What was found before training begins; None where the plain model is trained."""
+        settings = self.settings
+        try:
+            with rehearsed(trainer, settings, tap, self) as trial:
+                if trial is None:
+                    return None
+                check_searchable(trial, settings)
+                found = planned(trial, settings, self._leave_alone)
+                if found is None:
+                    return None
+                uninstall(found[1])  # it is installed in the first step, when all is as it will stay
+                return found[0]
+        except StepFailedError as error:
+            self._leave_alone(f"the training step cannot be tried before training begins: {error.__cause__!r}")
+            return None
+
+    def _prepare(self, trainer: Trainer, mark: str, known: Result | None, batch: Any, batch_idx: int) -> None:
+        """Plans and rewrites what the first step is about to call; on an error everything is as before."""
+        settings = self.settings
+        trial = LightningTrial(trainer, settings, batch, batch_idx, with_optimizer=False)
+        assert self._tap is not None, "no setup"
+        check_first_size(trial, self._tap.batch_size)
+        if settings.batch_size == "keep":  # the loader may not have told
+            accumulate(trainer, trial.batch_size, settings)
+        if known is not None and settings.batch_size == "keep" and known.batch_size != trial.batch_size:
+            rank_zero_info(f"Rematerialization plans anew: the stored plan is for batches of {known.batch_size}")
+            known = None
+        try:
+            if known is not None and not fits_stored(trial, known):
+                known = None
+            if known is not None:
+                found = known, install(trial, trial.batch_size, known.step)
+            else:
+                found = planned(trial, settings, self._leave_alone)
+                if found is None:
+                    return
+            result, modules = found
+            if not passes_check(trial, settings, modules, self._leave_alone):
                 return
+        except StepFailedError as error:
+            self._leave_alone(f"the training step cannot be tried: {error.__cause__!r}")
+            return
         self._undo.append(lambda: uninstall(modules))
-        if self.settings.self_check:
-            difference = find_difference(pl_module, lambda: trial.outcome(trial.batch_size))
-            if trial.least(int(difference is None)) == 0:
-                uninstall(modules)
-                difference = difference or "another rank's results differ"
-                rank_zero_warn(f"Rematerialization leaves the model as it is: {difference}")
-                return
-        if result.batch_size != trial.batch_size or self.settings.effective_batch_size is not None:
-            apply_batch_size(trainer, result.batch_size, self.settings)
-            self._batch_size = result.batch_size
         self.result, self._state = result, to_state(result, mark)
+        self._undo_size = _nothing
         if trainer.is_global_zero:
             print_tables(result)
-            if self.settings.plan_path is not None:
-                Path(self.settings.plan_path).write_text(json.dumps(self._state))
-        if (folder := self._report_dir(trainer)) is not None:
-            write_report(result, folder)
-            draw_plots(result, folder)
-        self._clock = StepClock(trial.device, with_scratch=self.settings.counts_scratch)
-        if self.settings.on_oom == "replan":
-            if trainer.world_size > 1 or not pl_module.automatic_optimization:
+            if settings.plan_path is not None:
+                write_state(Path(settings.plan_path), self._state)
+        self._report(trainer)
+        self._clock = StepClock(trial.device, with_scratch=settings.counts_scratch)
+        self._clock.start()
+        self._meter(trainer, batch)
+        if settings.on_oom == "replan":
+            if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
             else:
-                self._undo.append(wrap_steps(trainer, StepRetry(trainer, self.settings, result, modules)))
+                self._undo.append(wrap_steps(trainer, StepRetry(trainer, settings, result, modules)))
+
+    def _leave_alone(self, why: str) -> None:
+        self._left_alone_because = why
 
     def _stored(self, mark: str) -> Result | None:
         """The result of a resumed run or of `plan_path`, if it was made for this model, device and settings."""
@@ -200,7 +250,7 @@ class Rematerialization(Callback):
             )
         path = self.settings.plan_path
         if path is not None and Path(path).exists():
-            result = resumed_result(json.loads(Path(path).read_text()), mark)
+            result = result_in_file(Path(path), mark)
             if result is not None:
                 rank_zero_info(f"Rematerialization uses the plan of {path}")
                 return result
@@ -210,19 +260,27 @@ class Rematerialization(Callback):
     # --- during training -------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
+        """Starts the clock anew, where a learning rate was looked for meanwhile."""
         if self._clock is not None:
+            self._clock = StepClock(self._clock.device, with_scratch=self.settings.counts_scratch)
             self._clock.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Meters the memory of a step that will be logged."""
+        self._meter(trainer, batch)
+
+    def _meter(self, trainer: Trainer, batch: Any) -> None:
         if self._clock is not None and self._clock.meters_steps and should_log(trainer):
-            self._clock.meter([pl_module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)])
+            optimizers = optimizer_tensors(trainer.strategy.optimizers)
+            self._clock.meter([trainer.lightning_module, *optimizers, *tensors_in(batch)])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the step, and logs at log steps."""
+        """Counts the step, and logs at log steps; tells why the plain model is trained, if it is."""
+        if self._left_alone_because is not None:
+            why, self._left_alone_because = self._left_alone_because, None
+            rank_zero_warn(f"Rematerialization leaves the model as it is: {why}")
         if self._clock is None or self.result is None:
             return
         self._clock.count(batch_size_of(batch) if has_batch_dimension(batch) else 1)
@@ -243,8 +301,7 @@ class Rematerialization(Callback):
         """Logs what no log step has seen, and adds what was measured to the report."""
         if self._clock is not None and self.result is not None:
             self._log(trainer, self._clock.read())
-            if (folder := self._report_dir(trainer)) is not None:
-                write_report(self.result, folder, self._readings)
+            self._report(trainer)
 
     def _log(self, trainer: Trainer, reading: Reading | None) -> None:
         result = self.result
@@ -265,10 +322,17 @@ class Rematerialization(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
 
-    def _report_dir(self, trainer: Trainer) -> Path | None:
-        """Where this process writes reports, if it does; every rank asks, since they agree upon `log_dir`."""
-        folder = Path(self.settings.report_dir or trainer.log_dir or trainer.default_root_dir)
-        return folder if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False) else None
+    def _report(self, trainer: Trainer) -> None:
+        """Writes what is known so far where the logger writes; every rank asks, since they agree upon `log_dir`."""
+        folder = self.settings.report_dir or (trainer.log_dir if trainer.loggers else None)
+        if folder is None or self.result is None or getattr(trainer, "fast_dev_run", False):
+            return
+        if trainer.is_global_zero:
+            write_report(self.result, Path(folder), self._readings, title=type(trainer.lightning_module).__name__)
+            draw_plots(self.result, Path(folder))
+            show_in_loggers(trainer.loggers, Path(folder))
+            if not self._readings:
+                rank_zero_info(f"Rematerialization: what is kept and why is in {Path(folder) / 'remat_report.html'}")
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -276,6 +340,7 @@ class Rematerialization(Callback):
         """Undoes the patches; an out-of-memory error gets the measured table and the remedies."""
         if self.result is not None and is_out_of_memory(exception):
             exception.add_note(out_of_memory_note(self.result))
+        self._undo_size()
         self._undo_patches()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -287,6 +352,7 @@ class Rematerialization(Callback):
         if self._clock is not None:
             self._clock.close()
             self._clock = None
+        self._undo_size, self._tap = _nothing, None
         while self._undo:
             self._undo.pop()()
 
@@ -297,3 +363,7 @@ class Rematerialization(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What a resumed run starts from."""
         self._state = state_dict or None
+
+
+def _nothing() -> None:
+    return None

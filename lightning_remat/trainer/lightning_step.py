@@ -2,79 +2,102 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
 from ..measure.meter import measure_peak
+from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.nesting import tensors_in
-from ..module_state.preserve import preserved, preserved_random
+from ..module_state.preserve import preserved
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View, look_through
-from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
-from .loaders import first_batch, loader_batch_size, num_samples_in
+from ..regions.footprint import (
+    OptimizerFootprint,
+    alive_bytes,
+    optimizer_footprint,
+    optimizer_tensors,
+    outside_bytes,
+    storage_bytes,
+)
+from . import ranks
+from .loaders import keeps_last_batch, num_samples_in
 from .private_api import (
-    gradient_scaler,
+    callbacks_of,
+    forward_and_backward,
     on_device,
     run_optimization,
     run_training_step,
     silent,
-    training_loaders,
+    state_holders,
     without_optimization,
 )
+from .saved_nevertheless import saved_nevertheless
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class StepFailedError(Exception):
+    """A training step raised while it was tried: the user's error, or something that cannot be tried beforehand."""
 
 
 class LightningTrial:
-    """The training step of a trainer that stands in `on_fit_start`.
+    """The training step of a trainer, where it is about to be run.
 
     Args:
-        trainer: Model on its device, optimizers configured, loaders attached.
-        modules: Submodules to rewrite, or their names; None for those that the step calls.
+        trainer: The hooks that come before the step have been called.
+        settings: Of the callback.
+        batch: What is trained on next.
+        batch_idx: Its place in the epoch.
+        is_on_device: Whether the batch has been through Lightning's hooks of transfer.
+        with_optimizer: Whether steps are tried with the optimizer's, or without, which leaves less to be undone.
+        loaders: Those that training has; where other batch sizes are in question.
+
+    Attributes:
+        batch_size: Samples in the batch.
+        differentiates: Whether the step was seen to ask for derivatives of its own.
     """
 
     def __init__(
-        self, trainer: Trainer, modules: Sequence[Any] | None = None, effective_batch_size: int | None = None
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        batch: Any,
+        batch_idx: int = 0,
+        *,
+        is_on_device: bool = True,
+        with_optimizer: bool = True,
+        loaders: Sequence[Any] = (),
     ) -> None:
-        self.trainer, self.modules, self.effective_batch_size = trainer, modules, effective_batch_size
+        self.trainer, self.modules = trainer, settings.modules
+        self.effective_batch_size = settings.effective_batch_size
+        self.batch, self.batch_idx, self.is_on_device = batch, batch_idx, is_on_device
+        self.with_optimizer, self.loaders = with_optimizer, loaders
         self.device = trainer.strategy.root_device
         self.num_devices = trainer.world_size
-        with preserved_random():
-            loaders = training_loaders(trainer)
-            self.batch = first_batch(loaders)
-        self.loader_sizes = {loader_batch_size(loader) for loader in loaders.flattened}
-        self._batch: tuple[int, Any] | None = None
-        self.has_batch_dimension = has_batch_dimension(self.batch)
-        self.batch_size = batch_size_of(self.batch) if self.has_batch_dimension else 1
-        num_samples = num_samples_in(loaders)
+        self.has_batch_dimension = has_batch_dimension(batch)
+        self.batch_size = batch_size_of(batch) if self.has_batch_dimension else 1
+        num_samples = num_samples_in(loaders) if loaders else None
         self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
-
-    @classmethod
-    def of_batch(cls, trainer: Trainer, batch: Any, settings: Settings) -> LightningTrial:
-        """The step on one batch that is on the device already, during training."""
-        trial = cls.__new__(cls)
-        trial.trainer, trial.modules = trainer, settings.modules
-        trial.effective_batch_size = settings.effective_batch_size
-        trial.device, trial.num_devices = trainer.strategy.root_device, trainer.world_size
-        trial.batch, trial.has_batch_dimension = batch, has_batch_dimension(batch)
-        trial.batch_size = batch_size_of(batch) if trial.has_batch_dimension else 1
-        trial._batch = trial.batch_size, batch
-        trial.most_samples, trial.loader_sizes = None, set[int]()
-        return trial
+        self.differentiates = False
+        self._batch: tuple[int, Any] | None = None
 
     def outcome(self, batch_size: int) -> dict[str, Tensor]:
         """All that a training step with optimizer produces, by name; undone afterwards."""
         module = self.trainer.lightning_module
         with self.undone():
-            loss = run_optimization(self.trainer, self.batch_of(batch_size))
+            loss = run_optimization(self.trainer, self.batch_of(batch_size), self.batch_idx)
             found = {f"loss {i}": t.detach().clone() for i, t in enumerate(tensors_in(loss))}
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
@@ -88,87 +111,140 @@ class LightningTrial:
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Nothing that the block does to module, optimizers, loggers or random states stays."""
-        scaler = gradient_scaler(self.trainer)
-        holders = [*self.trainer.optimizers, *([] if scaler is None else [scaler])]
-        with preserved([self.trainer.lightning_module], holders), silent(self.trainer), torch.enable_grad():
+        """Nothing that the block does to module, trainer, optimizers, loggers or random states stays."""
+        trainer = self.trainer
+        with preserved([trainer.lightning_module], state_holders(trainer)), silent(trainer), torch.enable_grad():
             yield
 
     def batch_of(self, batch_size: int) -> Any:
-        """The first real batch, repeated or cut to that size, on the device."""
+        """The batch, repeated or cut to that size, on the device."""
         if self._batch is None or self._batch[0] != batch_size:
             self._batch = None  # one at a time
             batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
-            self._batch = batch_size, on_device(self.trainer, batch)
+            self._batch = batch_size, batch if self.is_on_device else on_device(self.trainer, batch)
         return self._batch[1]
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
-        """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
-        with self.undone(), without_optimization(self.trainer):
+        """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size.
+
+        First without anything saved for a backward, so that a step that does not fit can be looked through; a step
+        that differentiates by itself fails at that, and is run again with all that it saves.
+
+        Raises:
+            StepFailedError: The step raises.
+        """
+        if not self.differentiates:
+            try:
+                return self._looked_through(batch_size, modules, differentiating=False)
+            except StepFailedError:
+                pass
+        view = self._looked_through(batch_size, modules, differentiating=True)
+        self.differentiates = True
+        return view
+
+    def _looked_through(self, batch_size: int, modules: Sequence[Any] | None, *, differentiating: bool) -> View:
+        trainer, index = self.trainer, self.batch_idx
+        with self.undone():
             batch = self.batch_of(batch_size)
-            return look_through(
-                self.trainer.lightning_module,
-                lambda: run_training_step(self.trainer, batch),
-                self.modules if modules is None else modules,
-            )
+
+            def step() -> None:
+                try:
+                    if differentiating:
+                        with saved_nevertheless():
+                            forward_and_backward(trainer, batch, index)
+                    else:
+                        with without_optimization(trainer):
+                            run_training_step(trainer, batch, index)
+                except Exception as error:
+                    raise StepFailedError from error
+
+            return look_through(trainer.lightning_module, step, self.modules if modules is None else modules)
 
     def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         with self.undone():
-            batch = self.batch_of(batch_size)
-            optimizer = optimizer_footprint(
-                self.trainer.lightning_module, self.trainer.strategy.optimizers, self.device
-            )
-        batch_bytes = storage_bytes(tensors_in(batch))
+            batch = tensors_in(self.batch_of(batch_size))
+            optimizer = self._optimizer()
         return Surroundings(
-            resident_bytes=outside_bytes(self.trainer.lightning_module, view, tensors_in(batch))
-            + optimizer.state_bytes,
-            optimizer_step_bytes=optimizer.step_bytes + batch_bytes,
+            resident_bytes=outside_bytes(self.trainer.lightning_module, view, batch) + optimizer.state_bytes,
+            optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self._num_accumulated(batch_size) > 1,
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 
+    def _optimizer(self) -> OptimizerFootprint:
+        """What the optimizers cost; makes their states.
+
+        An optimizer that makes no step of a gradient of zero has to be tried with the step's own.
+        """
+        module, optimizers = self.trainer.lightning_module, self.trainer.strategy.optimizers
+        try:
+            return optimizer_footprint(module, optimizers, self.device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            logger.info("the optimizers are measured in whole steps, as on gradients of zero they raise %r", error)
+            self.with_optimizer = True
+            owned = storage_bytes([*module.parameters(), *module.buffers()])
+            return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), owned, 0.0)
+
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
-        """The measured peak of two real steps with backward and optimizer, in bytes."""
-        module, trainer = self.trainer.lightning_module, self.trainer
-        peak_bytes = 0
+        """The measured peak of two real steps, in bytes.
+
+        Without the optimizer these are forward and backward beside the optimizer's state, and its step on gradients of
+        zero.
+
+        Raises:
+            StepFailedError: The step raises, for another reason than a lack of memory or of samples.
+        """
         with self.undone():
-            batch = self.batch_of(batch_size)
-            for i in range(STEPS_PER_TRIAL):
-                alive = [module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)]
-                with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
-                    run_optimization(trainer, batch, zero_grad=i == 0 or self._num_accumulated(batch_size) == 1)
-                peak_bytes = max(peak_bytes, measured.peak_bytes)
+            try:
+                return self._measured(batch_size, with_scratch)
+            except Exception as error:
+                if is_out_of_memory(error) or is_too_small_for_batch_norm(error):
+                    raise
+                raise StepFailedError from error
+
+    def _measured(self, batch_size: int, with_scratch: bool) -> int:
+        module, trainer = self.trainer.lightning_module, self.trainer
+        batch = self.batch_of(batch_size)
+        peak_bytes = 0
+        if not self.with_optimizer:
+            peak_bytes = self._optimizer().step_bytes + storage_bytes(tensors_in(batch))
+            for parameter in module.parameters():
+                parameter.grad = None
+        for i in range(STEPS_PER_TRIAL):
+            alive = [module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)]
+            zero_grad = i == 0 or self._num_accumulated(batch_size) == 1
+            with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
+                run_optimization(
+                    trainer, batch, self.batch_idx, zero_grad=zero_grad, with_optimizer=self.with_optimizer
+                )
+            peak_bytes = max(peak_bytes, measured.peak_bytes)
         return peak_bytes
 
     def _num_accumulated(self, batch_size: int) -> int:
-        """Batches an optimizer step."""
-        if self.effective_batch_size is None:
-            return self.trainer.accumulate_grad_batches
-        return self.effective_batch_size // (batch_size * self.num_devices)
+        """Most batches an optimizer step."""
+        if self.effective_batch_size is not None:
+            return self.effective_batch_size // (batch_size * self.num_devices)
+        schedules = [c.scheduling for c in callbacks_of(self.trainer) if isinstance(c, GradientAccumulationScheduler)]
+        return max(self.trainer.accumulate_grad_batches, *(n for s in schedules for n in s.values()), 1)
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
         return alive_bytes(self.trainer.lightning_module, self.device)
 
+    def leaves_one_sample(self, batch_size: int) -> bool:
+        """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
+        if batch_size == 1 or not any(isinstance(m, _BatchNorm) for m in self.trainer.lightning_module.modules()):
+            return False
+        counts = [(num_samples_in([loader]), keeps_last_batch(loader)) for loader in self.loaders]
+        return any(n is not None and kept and -(-n // self.num_devices) % batch_size == 1 for n, kept in counts)
+
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on rank 0, on every rank; its error likewise."""
-        if self.num_devices == 1:
-            return compute()
-        outcome: tuple[T | None, Exception | None] = (None, None)
-        if self.trainer.is_global_zero:
-            try:
-                outcome = compute(), None
-            except Exception as error:  # raised below, on every rank
-                outcome = None, error
-        value, error = self.trainer.strategy.broadcast(outcome, src=0)
-        if error is not None:
-            raise error
-        return cast(T, value)
+        return ranks.share(self.trainer, compute)
 
     def least(self, value: int) -> int:
         """The least of the ranks' values."""
-        if self.num_devices == 1:
-            return value
-        values: Any = self.trainer.strategy.all_gather(torch.tensor(value, dtype=torch.int64, device=self.device))
-        return int(values.min())
+        return ranks.least(self.trainer, value)

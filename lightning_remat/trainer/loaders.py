@@ -1,51 +1,74 @@
-"""The first batch without disturbing a loader, and loaders of another batch size."""
+"""Loaders that begin again after something was read from them, and loaders of another batch size."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import io
+import queue
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..module_state.preserve import record
 
 Rebatch = Callable[[Any, int], Any]
 
+_MANY = 1000
+"""Entries of a data set's list that are looked at for further data sets."""
 
-def first_batch(loaders: CombinedLoader) -> Any:
-    """The first batch that an epoch would yield, read without worker processes from a copy of each loader.
 
-    The loader's own generators are put back; the caller restores the global random states.
+def begin_again(loader: Any) -> Callable[[], None]:
+    """What puts a loader back to where it is now after something was read from it: generators, positions, counts.
+
+    Global random states are the caller's.
 
     Raises:
-        MisconfigurationException: A loader can be read only once, or yields nothing.
+        MisconfigurationException: What it reads cannot begin again.
     """
-    for loader in loaders.flattened:
-        if iter_is_consuming(loader):
+    holders = [loader]
+    is_loader = isinstance(loader, DataLoader)
+    dataset: Any = cast(Any, loader).dataset if is_loader else None
+    if not is_loader or isinstance(dataset, IterableDataset):
+        once = _read_once(dataset if is_loader else loader)
+        if once is not None:
             raise MisconfigurationException(
-                f"the training data is a {type(loader).__name__}, an iterator that can be read only once: "
-                "Rematerialization reads its first batch to measure the model; pass a DataLoader or an object whose "
-                "iter() starts anew"
+                f"batch_size='auto' reads a batch to measure the model, and a {once} cannot begin again, so training "
+                "would not get that batch: give batch_size='keep' or a number, which plan on the first batch that "
+                "training brings, or data that begin anew with every iter()"
             )
-    probing = CombinedLoader(tree_map(_readable, loaders.iterables), loaders._mode)  # pyright: ignore
-    with _generators_kept(loaders):
-        try:
-            batch, _, _ = next(iter(probing))
-        except StopIteration:
-            raise MisconfigurationException("the training data yields no batch to measure the model with") from None
-    return batch
+    if is_loader:
+        sampler: Any = cast(Any, loader).batch_sampler
+        holders += [cast(Any, loader).sampler, sampler, getattr(sampler, "sampler", None), *_data_sets(dataset)]
+    return record([], [h for h in holders if hasattr(h, "__dict__")], with_tensors=False)
 
 
-def iter_is_consuming(loader: Any) -> bool:
-    """Whether iterating takes the items away from the next iteration."""
-    return hasattr(loader, "__next__") and not isinstance(loader, DataLoader)
+def _read_once(source: Any) -> str | None:
+    """The name of what a source of data reads from, if that gives everything only once."""
+    for one in (source, *getattr(source, "__dict__", {}).values()):
+        kind: type = type(cast(object, one))
+        if hasattr(kind, "__next__") or issubclass(kind, (queue.Queue, queue.SimpleQueue, io.IOBase)):
+            return kind.__name__
+    return None
 
 
-def _readable(loader: Any) -> Any:
+def _data_sets(dataset: Any) -> list[Any]:
+    """A data set and those that it reads from."""
+    found: list[Any] = []
+    waiting = [dataset]
+    while waiting:
+        one = waiting.pop()
+        if not any(one is f for f in found):
+            found.append(one)
+            values: list[Any] = list(getattr(one, "__dict__", {}).values())
+            values += [item for v in values if isinstance(v, (list, tuple)) for item in cast(Any, v)[:_MANY]]
+            waiting += [v for v in values if isinstance(v, Dataset)]
+    return found
+
+
+def readable(loader: Any) -> Any:
+    """A loader of the same batches that starts no processes."""
     if not isinstance(loader, DataLoader):
         return loader
     clone = copy.copy(cast("DataLoader[Any]", loader))
@@ -55,41 +78,20 @@ def _readable(loader: Any) -> Any:
     return clone
 
 
-@contextmanager
-def _generators_kept(loaders: CombinedLoader) -> Generator[None]:
-    """Puts back generators, and which values the attributes of samplers and datasets hold."""
-    generators: dict[int, torch.Generator] = {}
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for loader in loaders.flattened:
-        if not isinstance(loader, DataLoader):
-            continue
-        for name in ("dataset", "sampler", "batch_sampler", None):
-            holder = cast(Any, loader if name is None else getattr(cast(Any, loader), name, None))
-            state: dict[str, Any] | None = getattr(holder, "__dict__", None)
-            if state is None:
-                continue
-            attributes.append((state, dict(state)))
-            generators |= {id(v): v for v in state.values() if isinstance(v, torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in generators.values()]
-    try:
-        yield
-    finally:
-        for state, before in attributes:
-            state.clear()
-            state.update(before)
-        for generator, generator_state in states:
-            generator.set_state(generator_state)
-
-
-def num_samples_in(loaders: CombinedLoader) -> int | None:
+def num_samples_in(loaders: Sequence[Any]) -> int | None:
     """Samples in the largest data set; None if one does not say."""
     lengths: list[int] = []
-    for loader in loaders.flattened:
+    for loader in loaders:
         try:
             lengths.append(len(loader.dataset))
         except (AttributeError, TypeError):  # an IterableDataset, or no DataLoader
             return None
     return max(lengths, default=None)
+
+
+def keeps_last_batch(loader: Any) -> bool:
+    """Whether samples that are too few for another batch make a smaller one."""
+    return not getattr(getattr(loader, "batch_sampler", loader), "drop_last", False)
 
 
 def loader_batch_size(loader: Any) -> int | None:

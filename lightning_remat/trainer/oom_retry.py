@@ -79,7 +79,7 @@ class StepRetry:
 
     def _replan(self, batch: Any) -> StepPlan:
         uninstall(self.modules)
-        trial = LightningTrial.of_batch(self.trainer, batch, self.settings)
+        trial = LightningTrial(self.trainer, self.settings, batch)
         model = model_step(trial, [trial.batch_size], with_scratch=self.settings.counts_scratch)
         known = self.result.step.surroundings.correction_bytes
         model = model.corrected(max(0, known), trial.batch_size)

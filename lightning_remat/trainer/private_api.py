@@ -10,33 +10,80 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import is_dataclass
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 
-def training_loaders(trainer: Trainer) -> CombinedLoader:
-    """The training loaders as the trainer's own, if it has built them, else requested afresh from their source."""
-    existing = trainer.fit_loop._combined_loader
-    if existing is not None:
-        return existing
-    loaders = _request_dataloader(trainer.fit_loop._data_source)
-    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+def build_loaders(trainer: Trainer) -> CombinedLoader | None:
+    """The training loaders, built by Lightning as it does for training; None where there is nothing to train on."""
+    trainer.fit_loop.setup_data()
+    return built_loaders(trainer)
+
+
+def built_loaders(trainer: Trainer) -> CombinedLoader | None:
+    """The training loaders, if they are built."""
+    return trainer.fit_loop._combined_loader
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The training loaders one by one."""
+    loaders = built_loaders(trainer)
+    return [] if loaders is None else list(loaders.flattened)
+
+
+def next_batch(trainer: Trainer) -> Any:
+    """The next batch of the loaders that are built; None where there is no more."""
+    batch = None
+    with suppress(StopIteration):
+        while batch is None:
+            batch = next(cast(Any, trainer.fit_loop._data_fetcher))[0]
+    return batch
 
 
 def forget_loaders(trainer: Trainer) -> None:
-    """The trainer builds its loaders anew when it next needs them."""
-    trainer.fit_loop._combined_loader = None
+    """The trainer stops its training loaders and prepares them anew when it next needs them."""
+    loop = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._combined_loader = None
+
+
+def forget_validation_loaders(trainer: Trainer) -> None:
+    """The trainer prepares its validation loaders anew when it next needs them."""
     trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+
+def offer_loaders(trainer: Trainer, loaders: CombinedLoader, before_use: Callable[[], None]) -> None:
+    """When the trainer next asks for training loaders it gets these; from then on it asks whom it asked before."""
+    loop = trainer.fit_loop
+    source = loop._data_source
+
+    class Built(_DataLoaderSource):
+        def dataloader(self) -> Any:
+            loop._data_source = source
+            before_use()
+            return loaders
+
+    loop._data_source = Built(source.instance, source.name)
+
+
+def configure_optimizers(trainer: Trainer) -> None:
+    """Optimizers and schedulers are configured again."""
+    trainer.strategy.setup_optimizers(trainer)
 
 
 def on_device(trainer: Trainer, batch: Any) -> Any:
@@ -46,12 +93,12 @@ def on_device(trainer: Trainer, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def run_training_step(trainer: Trainer, batch: Any) -> Any:
+def run_training_step(trainer: Trainer, batch: Any, batch_idx: int) -> Any:
     """The output of the user's `training_step`, called without the strategy's wrapper, so without communication."""
     module = trainer.lightning_module
     kwargs = OrderedDict[str, Any](batch=batch)
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
-        kwargs["batch_idx"] = 0
+        kwargs["batch_idx"] = batch_idx
     with trainer.precision_plugin.train_step_context():
         return module.training_step(*kwargs.values())
 
@@ -61,27 +108,77 @@ def takes_loader_iterator(module: LightningModule) -> bool:
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
-def run_optimization(trainer: Trainer, batch: Any, *, zero_grad: bool = True) -> Any:
-    """The loss of one training step with backward and optimizer, in Lightning's order of events."""
+def run_optimization(
+    trainer: Trainer, batch: Any, batch_idx: int, *, zero_grad: bool = True, with_optimizer: bool = True
+) -> Any:
+    """The loss of one training step with backward and optimizer, in Lightning's order of events.
+
+    Args:
+        trainer: Whose module, precision and optimizers serve.
+        batch: On the device.
+        batch_idx: Which batch of the epoch it is said to be.
+        zero_grad: Whether the gradients of earlier batches are dropped, which no summing is to keep.
+        with_optimizer: Whether the optimizers step; else only forward and backward are run.
+    """
     module = trainer.lightning_module
     if not module.automatic_optimization:
-        return run_training_step(trainer, batch)
-    losses: list[Any] = []
+        with nullcontext() if with_optimizer else _without_steps(trainer):
+            return run_training_step(trainer, batch, batch_idx)
     optimizer = trainer.strategy._lightning_optimizers[0]
+    accumulated = trainer.accumulate_grad_batches
+    closure = Closure(
+        lambda: ClosureResult.from_training_step_output(run_training_step(trainer, batch, batch_idx), accumulated),
+        lambda loss: cast(None, trainer.strategy.backward(loss, optimizer.optimizer)),
+        (lambda: module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer.optimizer))
+        if zero_grad
+        else None,
+    )
+    if with_optimizer:
+        module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
+    else:
+        closure()
+    return None if closure._result is None else closure._result.loss
 
-    def closure() -> Any:
-        output = run_training_step(trainer, batch)
-        result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
-        if zero_grad:
-            module.optimizer_zero_grad(trainer.current_epoch, 0, cast(Any, optimizer))
-        if result.closure_loss is None:
-            return None
-        trainer.strategy.backward(result.closure_loss, cast(Any, optimizer))
-        losses.append(result.loss)
-        return result.loss
 
-    module.optimizer_step(trainer.current_epoch, 0, optimizer, closure)
-    return losses[0] if losses else None
+@contextmanager
+def _without_steps(trainer: Trainer) -> Generator[None]:
+    """Optimizer steps that a manual `training_step` asks for run their closure and nothing else in the block."""
+
+    def step(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        vars(optimizer)["_opt_called"] = True  # else schedulers warn of a step that comes too early
+        with torch.enable_grad():
+            return closure()
+
+    with _replaced(trainer.strategy, optimizer_step=step):
+        yield
+
+
+@contextmanager
+def without_optimization(trainer: Trainer) -> Generator[None]:
+    """Backwards that a manual `training_step` asks for do nothing in the block, optimizers only run their closure."""
+    with _without_steps(trainer), _replaced(trainer.strategy, backward=_ignore):
+        yield
+
+
+def forward_and_backward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    """The user's `training_step` with every derivative that it asks for itself; no optimizer steps."""
+    with _without_steps(trainer):
+        run_training_step(trainer, batch, batch_idx)
+
+
+@contextmanager
+def _replaced(holder: Any, **values: Any) -> Generator[None]:
+    """The object has these attributes of its own in the block."""
+    state = vars(holder)
+    before = {name: state[name] for name in values if name in state}
+    state.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            state.pop(name, None)
+        state.update(before)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -96,42 +193,68 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
 
 @contextmanager
 def silent(trainer: Trainer) -> Generator[None]:
-    """No logger, no callback and no `self.log` hears of what happens in the block; no rank waits for another."""
-    module = trainer.lightning_module
-    loggers, callbacks = trainer.loggers, callbacks_of(trainer)
-    state = vars(module)
-    had_log = state.get("log")
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    set_callbacks(trainer, [])
-    state["log"] = _ignore
+    """No logger, no callback and no `self.log` hears of what happens in the block; no rank waits for another.
+
+    Loggers and callbacks are there nevertheless, for a step may ask for them.
+    """
+    loggers = trainer.loggers
+    hooks = vars(call)["_call_callback_hooks"]
+
+    def call_others(other: Trainer, *args: Any, **kwargs: Any) -> None:
+        if other is not trainer:
+            hooks(other, *args, **kwargs)
+
+    trainer.loggers = [_muted(logger) for logger in loggers]
     try:
-        with _block_parallel_sync_behavior(trainer.strategy, block=True):
+        with (
+            _replaced(call, _call_callback_hooks=call_others),
+            _replaced(trainer.lightning_module, log=_ignore),
+            _block_parallel_sync_behavior(trainer.strategy, block=True),
+        ):
             yield
     finally:
         trainer.loggers = loggers
-        set_callbacks(trainer, callbacks)
-        if had_log is None:
-            state.pop("log", None)
-        else:
-            state["log"] = had_log
+
+
+def _muted(logger: Any) -> Any:
+    """A logger that knows what this one does (its folder, its version) and writes nothing."""
+    writing = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "save", "finalize", "after_save_checkpoint")
+    silenced: dict[str, Any] = {name: _ignore for name in writing if hasattr(logger, name)}
+    kind, experiment = type(logger), DummyLogger().experiment
+    silenced |= {"experiment": property(lambda self: experiment)}
+    muted: Any = object.__new__(type(kind.__name__, (kind,), silenced))
+    vars(muted).update(vars(logger))
+    return muted
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
 
 
-@contextmanager
-def without_optimization(trainer: Trainer) -> Generator[None]:
-    """Backwards and optimizer steps that a manual `training_step` asks for do nothing in the block."""
-    strategy = vars(trainer.strategy)
-    before = {name: strategy[name] for name in ("backward", "optimizer_step") if name in strategy}
-    strategy["backward"] = strategy["optimizer_step"] = _ignore
-    try:
-        yield
-    finally:
-        for name in ("backward", "optimizer_step"):
-            strategy.pop(name, None)
-        strategy.update(before)
+def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Callable[[], None]:
+    """Calls `prepare(batch, batch_idx)` once: right before the first training step, after all hooks that precede it.
+
+    Returns:
+        What undoes it.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops: list[Any] = [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
+
+    def undo() -> None:
+        for loop in loops:
+            vars(loop).pop("run", None)
+
+    def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            undo()
+            prepare(next(iter(args[-1].values())), epoch_loop.batch_idx)
+            return original(*args)
+
+        return run
+
+    for loop in loops:
+        vars(loop)["run"] = prepared(loop.run)
+    return undo
 
 
 def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], Any]) -> Callable[[], None]:
@@ -173,6 +296,20 @@ class _Logged(nn.Module):
         vars(self)["results"] = results
 
 
+def state_holders(trainer: Trainer) -> list[Any]:
+    """What a step may change beside the module: optimizers, schedulers, scaler, the trainer's own marks and counts."""
+    loops: list[Any] = [trainer.fit_loop, trainer.fit_loop.epoch_loop]
+    loops += [loops[1].automatic_optimization, loops[1].manual_optimization, loops[1].val_loop]
+    holders: list[Any] = [trainer, *loops, *trainer.optimizers, *trainer.strategy._lightning_optimizers]
+    counts: list[Any] = [v for loop in loops for v in vars(loop).values() if is_dataclass(v)]
+    while counts:
+        holders.append(count := counts.pop())
+        counts += [v for v in vars(count).values() if is_dataclass(v)]
+    holders += [config.scheduler for config in trainer.lr_scheduler_configs]
+    holders += [one for one in (gradient_scaler(trainer), getattr(trainer, "datamodule", None)) if one is not None]
+    return holders
+
+
 def gradient_scaler(trainer: Trainer) -> Any:
     """The gradient scaler of 16-bit precision, or None."""
     return getattr(trainer.precision_plugin, "scaler", None)
@@ -188,13 +325,15 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def set_initial_hparams(holder: Any, name: str, value: Any) -> bool:
-    """Overwrites a hyperparameter in what the loggers will record; whether it is there."""
-    initial = getattr(holder, "_hparams_initial", None)
-    if initial is None or name not in initial:
-        return False
-    initial[name] = value
-    return True
+def is_initial_hparam(holder: Any, name: str) -> bool:
+    """Whether the loggers will record a hyperparameter of that name."""
+    return name in (getattr(holder, "_hparams_initial", None) or {})
+
+
+def set_initial_hparams(holder: Any, name: str, value: Any) -> None:
+    """Overwrites a hyperparameter in what the loggers will record, if it is there."""
+    if is_initial_hparam(holder, name):
+        holder._hparams_initial[name] = value
 
 
 def tap_loaders(strategy: Strategy, tap: Callable[[object], object]) -> Callable[[], None]:

@@ -5,32 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch import Trainer
 
 from ..batch_search.settings import Settings
 from ..plans.step_planner import StepPlan
 from ..regions.calls import submodules
 from ..reports.result import Candidate, Result
-from .lightning_step import LightningTrial
+from ..schedules.stored import reading, write_whole
 
-_VERSION = 2
+_VERSION = 3
 
 
-def fingerprint(trial: LightningTrial, settings: Settings) -> str:
+def fingerprint(trainer: Trainer, settings: Settings) -> str:
     """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
-    module = trial.trainer.lightning_module
-    device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else trial.device.type
+    module, root = trainer.lightning_module, trainer.strategy.root_device
+    device = torch.cuda.get_device_name(root) if root.type == "cuda" else root.type
     planner = settings.planner if isinstance(settings.planner, str) else getattr(settings.planner, "__qualname__", "")
     facts: list[Any] = [
         _VERSION,
         [(name, type(m).__qualname__) for name, m in submodules(module)],
         [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
-        trial.trainer.precision,
+        trainer.precision,
         device,
-        trial.num_devices,
+        trainer.world_size,
         planner,
         [settings.memory_budget, settings.batch_size, settings.objective, settings.effective_batch_size],
         [torch.__version__, lightning.__version__],
@@ -51,6 +53,27 @@ def to_state(result: Result, mark: str) -> dict[str, Any]:
         "trials": json.dumps([asdict(t) for t in result.trials]),
         "step": result.step.to_json(),
     }
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Stores what `to_state` made in a file; what was there stays until the new is complete."""
+    write_whole(path, json.dumps(state))
+
+
+def result_in_file(path: Path, mark: str) -> Result | None:
+    """The result that `write_state` stored; None where model, device or settings have changed since.
+
+    Raises:
+        ValueError: The file holds something else, or not all of it.
+    """
+    try:
+        with reading("result"):
+            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if state["fingerprint"] and state["step"]:  # a report, or another program's file, has neither
+                return resumed_result(state, mark)
+            raise TypeError("it names no model")
+    except ValueError as error:
+        raise ValueError(f"plan_path names {path}, but {error}. Remedy: delete it, or name another file") from error
 
 
 def resumed_result(state: dict[str, Any], mark: str) -> Result | None:

@@ -8,15 +8,14 @@ from typing import Any, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ..batch_search.settings import Settings
-from ..module_state.preserve import preserved_random
 from ..regions.calls import submodules
-from .loaders import loader_batch_size, rebatched
-from .private_api import callbacks_of, forget_loaders, set_callbacks, set_initial_hparams, takes_loader_iterator
+from .lightning_step import LightningTrial
+from .loaders import loader_batch_size
+from .private_api import callbacks_of, is_initial_hparam, set_callbacks, set_initial_hparams, takes_loader_iterator
 
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy", "XLAStrategy")
 
@@ -53,6 +52,23 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
             )
 
 
+def check_searchable(trial: LightningTrial, settings: Settings) -> None:
+    """Raises MisconfigurationException, with the remedy, where no batch size can be searched."""
+    if not trial.has_batch_dimension:
+        raise MisconfigurationException("no tensor of the batch has a batch dimension: give batch_size='keep'")
+    sizes = {loader_batch_size(loader) for loader in trial.loaders}
+    if len(sizes) > 1:
+        raise MisconfigurationException(
+            f"the training loaders have different batch sizes, {sizes}, and one cannot stand for all: "
+            "give batch_size='keep'"
+        )
+    if trial.most_samples is None and settings.max_batch_size is None and settings.effective_batch_size is None:
+        raise MisconfigurationException(
+            "the training data do not say how many samples they have, so nothing but memory would limit the batch "
+            "size: give max_batch_size"
+        )
+
+
 def move_before_tuners(trainer: Trainer, callback: Callback) -> None:
     """Puts the callback before LearningRateFinder, whose runs are to see the planned model and its batch size."""
     callbacks = callbacks_of(trainer)
@@ -63,22 +79,7 @@ def move_before_tuners(trainer: Trainer, callback: Callback) -> None:
         set_callbacks(trainer, [*others[:first], callback, *others[first:]])
 
 
-def tap(trainer: Trainer, loader: object, batch_size: int | None, settings: Settings) -> object:
-    """The loader with the batch size found, where it does not have it already."""
-    if batch_size is None or not (trainer.training or settings.include_validation):
-        return loader
-    present = loader_batch_size(loader)
-    if present == batch_size:
-        return loader
-    if trainer.training and _holders(trainer, settings.batch_arg_name):
-        rank_zero_warn(
-            f"the training loader ignores the attribute {settings.batch_arg_name!r} and yields batches of {present}: "
-            f"Rematerialization has replaced its batch sampler by one of {batch_size}"
-        )
-    return rebatched(loader, batch_size, settings.rebatch_fn)
-
-
-def _holders(trainer: Trainer, name: str) -> list[Any]:
+def holders_of(trainer: Trainer, name: str) -> list[Any]:
     """What holds the batch size by that name: module, datamodule, and the hyperparameters of either."""
     found: list[Any] = []
     for holder in cast(list[Any], [trainer.lightning_module, getattr(trainer, "datamodule", None)]):
@@ -91,38 +92,54 @@ def _holders(trainer: Trainer, name: str) -> list[Any]:
     return found
 
 
-def apply_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> None:
-    """Makes the batch size found that of the run; on an error everything is as before.
+def set_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> Callable[[], None]:
+    """Makes a batch size that of the run: attributes, hyperparameters (those that loggers record too), accumulation.
 
-    Attributes, hyperparameters (those that loggers record too) and accumulation are set, loaders are built anew when
-    next needed, and optimizers and schedulers are configured again, for they may count the batches of an epoch.
+    Returns:
+        What undoes it.
     """
     name = settings.batch_arg_name
     undo: list[Callable[[], None]] = []
+
+    def put_back() -> None:
+        while undo:
+            undo.pop()()
+
     try:
-        undo.extend(_set(holder, name, batch_size) for holder in _holders(trainer, name))
-        is_logged = False
+        undo.extend(_set(holder, name, batch_size) for holder in holders_of(trainer, name))
         for holder in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
             if holder is not None:
-                is_logged |= set_initial_hparams(holder, name, batch_size)
-        if settings.effective_batch_size is not None:
-            per_step = batch_size * trainer.world_size
-            if settings.effective_batch_size % per_step:
-                raise MisconfigurationException(
-                    f"effective_batch_size={settings.effective_batch_size} is no multiple of {batch_size} samples on "
-                    f"{trainer.world_size} devices"
-                )
-            undo.append(_set(trainer, "accumulate_grad_batches", settings.effective_batch_size // per_step))
-        forget_loaders(trainer)
-        with preserved_random():
-            trainer.strategy.setup_optimizers(trainer)
-        if not is_logged:
-            for logger in trainer.loggers:
-                logger.log_hyperparams({name: batch_size})
+                set_initial_hparams(holder, name, batch_size)
+        undo.append(accumulate(trainer, batch_size, settings))
     except BaseException:
-        for put_back in reversed(undo):
-            put_back()
+        put_back()
         raise
+    return put_back
+
+
+def log_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> None:
+    """Tells the loggers, where no hyperparameter does."""
+    name = settings.batch_arg_name
+    if not any(is_initial_hparam(h, name) for h in (trainer.lightning_module, getattr(trainer, "datamodule", None))):
+        for logger in trainer.loggers:
+            logger.log_hyperparams({name: batch_size})
+
+
+def accumulate(trainer: Trainer, batch_size: int, settings: Settings) -> Callable[[], None]:
+    """Sets how many batches make an optimizer step, where that is asked for; returns what undoes it.
+
+    Raises:
+        MisconfigurationException: The samples an optimizer step are no multiple of those a batch.
+    """
+    if settings.effective_batch_size is None:
+        return lambda: None
+    per_step = batch_size * trainer.world_size
+    if settings.effective_batch_size % per_step:
+        raise MisconfigurationException(
+            f"effective_batch_size={settings.effective_batch_size} is no multiple of {batch_size} samples on "
+            f"{trainer.world_size} devices"
+        )
+    return _set(trainer, "accumulate_grad_batches", settings.effective_batch_size // per_step)
 
 
 def _set(holder: Any, name: str, value: object) -> Callable[[], None]:

@@ -140,8 +140,8 @@ def remat(**options: Any) -> Rematerialization:
 def test_a_stored_plan_that_only_the_first_rank_has_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = remat(), remat(plan_path=tmp_path / "absent.json")
     run(tmp_path, seeded(), first, max_steps=1)
-    monkeypatch.setattr(LightningTrial, "share", lambda *_: first.result)
-    monkeypatch.setattr("lightning_remat.trainer.callback.find", lambda *_: pytest.fail("searched, alone of all ranks"))
+    monkeypatch.setattr("lightning_remat.trainer.ranks.share", lambda *_: first.result)
+    monkeypatch.setattr("lightning_remat.trainer.planning.find", lambda *_: pytest.fail("searched, alone of all ranks"))
     run(tmp_path, seeded(), other, max_steps=1)
     assert first.result is not None
     assert other.result is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
 
 from lightning_remat import Rematerialization
 from lightning_remat.batch_search.settings import Settings
@@ -35,11 +37,31 @@ from lightning_remat.batch_search.settings import Settings
         ({"on_infeasible": "ignore"}, "on_infeasible is 'ignore'"),
         ({"on_oom": "ignore"}, "on_oom is 'ignore'"),
         ({"modules": "net"}, "modules is 'net', expected a list"),
+        ({"modules": 5}, "modules is 5, expected a list"),
+        ({"modules": []}, r"modules is \[\], expected a list"),
+        ({"modules": ["net", 5]}, r"modules is \['net', 5\], expected a list"),
+        ({"modules": nn.Sequential(nn.ReLU())}, r"modules is Sequential\("),
+        ({"plan_path": 5}, "plan_path is 5, expected a path"),
+        ({"report_dir": True}, "report_dir is True, expected a path"),
+        ({"batch_arg_name": 5}, "batch_arg_name is 5, expected the name"),
+        ({"resume": "no"}, "resume is 'no', expected True or False"),
+        ({"objective": 5}, "objective is 5, expected 'batch_size' or 'throughput'"),
+        ({"memory_budget": [8]}, r"memory_budget is \[8\]"),
+        ({"batch_size": np.int64(0)}, "batch_size is 0"),
+        ({"batch_size": [8]}, r"batch_size is \[8\]"),
+        ({"margin": "5%"}, "margin is '5%'"),
     ],
 )
 def test_wrong_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rematerialization(**{"planner": "periodic", **arguments})
+
+
+def test_numbers_of_numpy_are_as_good_as_those_of_python() -> None:
+    given = Settings(batch_size=np.int64(8), memory_budget=np.int32(100), multiple_of=np.uint8(4), margin=np.float32(0))
+    assert given == Settings(batch_size=8, memory_budget=100, multiple_of=4, margin=0)
+    assert type(given.batch_size) is type(given.memory_budget) is type(given.multiple_of) is int
+    assert Settings(memory_budget=np.float32(0.5)).counts_scratch
 
 
 def test_callback_pickles() -> None:

@@ -51,6 +51,13 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert control_group_limits(tmp_path, tmp_path / "missing") == []
 
 
+def test_a_system_without_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no module `resource`."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    free, total = device_memory(torch.device("cpu"))
+    assert 0 < free <= total
+
+
 def test_the_least_of_machine_and_groups_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = device_memory(torch.device("cpu"))
     monkeypatch.setattr(module, "control_group_limits", lambda: [(300 << 20, 100 << 20), (1 << 50, 0)])

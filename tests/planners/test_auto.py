@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedu
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners._auto import front_search as auto_front
 from lightning_remat.planners._auto import portfolio as rivals
-from lightning_remat.planners._auto.front_search import FRONTS
+from lightning_remat.planners._auto.front_search import front_of
 from lightning_remat.planners._auto.local_search import State
 from lightning_remat.planners._progress import SearchProgress
 from lightning_remat.planners.auto import plan_auto
@@ -92,16 +93,16 @@ def test_more_budget_is_never_slower() -> None:
 
 def test_the_search_is_deterministic() -> None:
     graph = convolutions(6)
-    first = FRONTS.of(graph, SMALL)
-    FRONTS.forget()
-    second = FRONTS.of(graph, SMALL)
+    first = front_of(graph, SMALL)
+    front_of.cache_clear()
+    second = front_of(graph, SMALL)
     assert (first.peaks, first.seconds) == (second.peaks, second.seconds)
 
 
 @settings(max_examples=12, deadline=None)
 @given(node_graphs(most=9))
 def test_a_node_is_run_again_only_for_its_output_or_tape(graph: Graph) -> None:
-    front = FRONTS.of(graph, SMALL)
+    front = front_of(graph, SMALL)
     for index in range(len(front.peaks)):
         actions = front.schedule(index).actions
         for position, (kind, n) in enumerate(actions):
@@ -128,15 +129,37 @@ def test_another_size_starts_from_what_was_found_at_the_first() -> None:
         graph,
         nodes=tuple(replace(n, output_bytes=n.output_bytes // 2, tape_bytes=n.tape_bytes // 2) for n in graph.nodes),
     )
-    FRONTS.forget()
-    first = FRONTS.of(graph, SMALL)
-    assert FRONTS.of(graph, SMALL) is first
-    second = FRONTS.of(small, SMALL)
+    front_of.cache_clear()
+    first = front_of(graph, SMALL)
+    assert front_of(graph, SMALL) is first
+    second = front_of(small, SMALL, graph)
     for index in range(len(first.peaks)):
         found = simulate(small, first.schedule(index))
         at = second.within(found.peak_bytes)
         assert at is not None
         assert second.seconds[at] <= found.seconds + 1e-9
+
+
+def test_a_front_does_not_depend_on_what_was_planned_before() -> None:
+    graph = relu_chain(12)
+    other = relu_chain(12, output_bytes=60)
+    front_of.cache_clear()
+    alone = front_of(graph, SMALL)
+    front_of.cache_clear()
+    front_of(other, SMALL)
+    after = front_of(graph, SMALL)
+    assert (after.peaks, after.seconds) == (alone.peaks, alone.seconds)
+    assert [after.schedule(k) for k in range(len(after.peaks))] == [alone.schedule(k) for k in range(len(alone.peaks))]
+
+
+def test_threads_that_plan_at_once_find_what_one_finds_alone() -> None:
+    graphs = [relu_chain(length) for length in (8, 9, 10, 11)]
+    front_of.cache_clear()
+    alone = [front_of(graph, SMALL).peaks for graph in graphs]
+    front_of.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        at_once = list(pool.map(lambda graph: front_of(graph, SMALL).peaks, graphs * 2))
+    assert at_once == alone * 2
 
 
 def test_cheap_values_go_before_costly_ones() -> None:
@@ -153,7 +176,7 @@ def test_a_long_chain_needs_about_logarithmic_memory() -> None:
     graph = relu_chain(100)
     schedule = plan_auto(graph, 1000, effort=10 * SMALL)  # ten values at once
     assert simulate(graph, schedule).recompute_seconds < 300
-    front = FRONTS.of(graph, 10 * SMALL)
+    front = front_of(graph, 10 * SMALL)
     assert front.peaks[0] <= 4 * 100
 
 
@@ -213,18 +236,18 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
     assert lowest == error.value.minimum_bytes
     monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
     monkeypatch.setattr(auto_front.FrontBuilder, "meet_rivals", lambda builder: builder._meet([]))
-    FRONTS.forget()
+    front_of.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_auto(graph, 0, effort=SMALL)
     assert error.value.minimum_bytes <= lowest
-    FRONTS.forget()
+    front_of.cache_clear()
 
 
 def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = convolutions()
     monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
     monkeypatch.setattr(auto_front, "DEEPER_NODES", 12)
-    FRONTS.forget()
+    front_of.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_rotor(graph, 0)
     lowest, plain = int(error.value.minimum_bytes), plan(graph, 1 << 40, "keep_all").peak_bytes
@@ -233,7 +256,7 @@ def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.Monkey
         ours, theirs = (simulate(graph, planner(graph, budget)) for planner in (small_auto, plan_rotor))
         assert ours.peak_bytes <= budget
         assert ours.seconds <= theirs.seconds
-    FRONTS.forget()
+    front_of.cache_clear()
 
 
 def small_auto(graph: Graph, budget_bytes: int) -> Schedule:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from oracles.node_graphs import node_graphs
 
 from lightning_remat import Graph, plan
-from lightning_remat.planners._auto.front_search import FRONTS
+from lightning_remat.planners._auto.front_search import front_of
 from lightning_remat.plans.explanation import explain
 from lightning_remat.schedules.floor import find_floor
 from lightning_remat.schedules.time_bound import least_recompute_seconds
@@ -16,7 +16,7 @@ from lightning_remat.schedules.time_bound import least_recompute_seconds
 @settings(max_examples=30, deadline=None)
 @given(node_graphs(most=9))
 def test_no_schedule_found_is_below_the_bounds(graph: Graph) -> None:
-    front = FRONTS.of(graph, SMALL)
+    front = front_of(graph, SMALL)
     for peak, seconds in zip(front.peaks, front.seconds, strict=True):
         recomputed = seconds - sum(node.forward_seconds + node.backward_seconds for node in graph.nodes)
         assert least_recompute_seconds(graph, peak) <= recomputed + 1e-6
@@ -26,7 +26,7 @@ def test_no_schedule_found_is_below_the_bounds(graph: Graph) -> None:
 def test_the_bound_is_tight_where_only_cheap_values_go() -> None:
     """The linear program proves the local search optimal where three ReLUs with their batch norms are dropped."""
     graph = convolutions()
-    front = FRONTS.of(graph, SMALL)
+    front = front_of(graph, SMALL)
     budget = front.peaks[front.seconds.index(front.seconds[-1] + 3 * 1.5)]
     assert plan(graph, budget, effort=SMALL).simulation.recompute_seconds == 3 * 1.5
     assert least_recompute_seconds(graph, budget) == pytest.approx(3 * 1.5)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import queue
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils._pytree import tree_map
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 from lightning_remat.batch_search.resizing import batch_size_of, resized
 from lightning_remat.module_state.preserve import preserved_random
-from lightning_remat.trainer.loaders import first_batch, rebatched
+from lightning_remat.trainer.loaders import begin_again, readable, rebatched
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 
@@ -20,8 +34,14 @@ DATA = TensorDataset(torch.arange(20.0), torch.arange(20))
 
 
 def read(loader: Any) -> Any:
+    """The first batch, after which the loaders begin again."""
+    loaders = CombinedLoader(loader, "max_size_cycle")
     with preserved_random():
-        return first_batch(CombinedLoader(loader, "max_size_cycle"))
+        undo = [begin_again(one) for one in loaders.flattened]
+        batch = next(iter(CombinedLoader(tree_map(readable, loaders.iterables), "max_size_cycle")))[0]
+    for put_back in undo:
+        put_back()
+    return batch
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
@@ -60,9 +80,72 @@ def test_dataset_attributes_are_put_back() -> None:
     assert dataset.position == 0
 
 
-def test_iterator_that_reads_once_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="can be read only once"):
-        read(iter([torch.ones(2)]))
+class Queued(IterableDataset[Any]):
+    """Hands out what others put into a queue."""
+
+    def __init__(self) -> None:
+        self.source: queue.Queue[Any] = queue.Queue()
+
+    def __iter__(self) -> Any:
+        while not self.source.empty():
+            yield self.source.get()
+
+
+class Running(IterableDataset[Any]):
+    """Goes on with an iterator."""
+
+    def __init__(self) -> None:
+        self.source = iter(range(5))
+
+    def __iter__(self) -> Any:
+        return self.source
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (iter([torch.ones(2)]), "list_iterator"),
+        (DataLoader(Queued()), "Queue"),
+        (DataLoader(Running()), "range_iterator"),
+    ],
+)
+def test_what_reads_once_is_refused(loader: Any, name: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"a {name} cannot begin again"):
+        read(loader)
+
+
+def test_generators_of_data_sets_within_data_sets_are_put_back() -> None:
+    class Noisy(Dataset[Any]):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(0)
+            self.own = [np.random.default_rng(0)]
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand((), generator=self.generator) + self.own[0].random()
+
+    loader = DataLoader(ConcatDataset([Subset(Noisy(), range(4))]), batch_size=2)
+    first = read(loader)
+    assert torch.equal(read(loader), first)
+    assert torch.equal(next(iter(loader)), first)
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_dataclass_batches_are_counted_and_resized() -> None:
+    batch = {"pair": Pair(torch.arange(6).reshape(3, 2), torch.arange(3)), "weights": torch.ones(2)}
+    assert batch_size_of(batch) == 3
+    larger = resized(batch, 4)
+    assert larger["pair"].x.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert larger["pair"].y.tolist() == [0, 1, 2, 0]
+    assert isinstance(larger["pair"], Pair)
+    assert batch["pair"].x.shape == (3, 2)  # pyright: ignore
 
 
 def test_several_loaders_give_a_batch_of_their_structure() -> None:

@@ -360,7 +360,7 @@ def test_every_step_sees_the_present_value(case: type[Halves], monkeypatch: pyte
 class Names(Halves):
     """A value that cannot be an input of the graph and is another one in each step."""
 
-    names = [f"{'neg_' * (k % 3)}{k}" for k in range(14)]
+    names = tuple(f"{'neg_' * (k % 3)}{k}" for k in range(14))
 
     def change(self, k: int) -> None:
         self.name = self.names[k]

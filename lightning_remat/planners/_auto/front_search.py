@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -57,6 +57,51 @@ MAX_IDLE_KICKS = 40
 WALK_SHARE = 0.05
 """Of the effort, for one walk down to a limit or one filling up of what it leaves free."""
 
+WALKED_SHARE = 0.3
+"""Of the effort, for walking down from plain autograd to the lowest peak; past it the dynamic programs lead on."""
+
+LED_SHARE = 0.5
+"""Of the effort, for both."""
+
+NUM_HALVINGS = 7
+"""Of what lies between the bound and the lowest peak known, to find a lower one."""
+
+PRESS_PART = 6
+"""One part in so many of the effort goes into kicks of the lowest states."""
+
+LATER_SWEEPS_SHARE = 0.85
+"""Of the effort, at which the second and third sweep over the levels end: the rest polishes."""
+
+OVERTIME = 1.1
+"""Of the effort, at which the sweep up again ends."""
+
+POLISH_PART = 8
+"""One part in so many of the effort goes at least into polishing, whatever is spent by then."""
+
+KICKS_AT_LOWEST = 3
+"""For each kick at any other level: nobody else looks for states there."""
+
+PROBES, MANY_PROBES = 4, 12
+"""Drops that a walk down tries at each step; many, where it looks for a lower peak than any known."""
+
+FEW_SEEDS, MANY_SEEDS = 2, 4
+"""States from the programs that a walk starts from; many, where it looks for a lower peak than any known."""
+
+PROGRAM_BLOCKS = (16, 40, 100)
+"""Into how many blocks of nodes the dynamic programs cut the graph: coarse ones see far, fine ones see all."""
+
+ROOM_SHARES = (1.08, 1.0, 0.93, 0.85)
+"""Of the room at a limit that a dynamic program is asked for: what it counts is not quite the true peak."""
+
+ROUNDED_FROM = (0.2, 0.5, 0.8)
+"""How much of a value the linear program must hold for the seed to hold it."""
+
+MOST_ABOVE, MOST_OVERHEAD = 0.2, 2.5
+"""A seed further above the limit (of the room), or of more overhead (of the best known), is not walked down from."""
+
+PRICE_OF_ABOVE = 5
+"""What a seed's way down to the limit is taken to cost: overhead times so much of the room."""
+
 ROUNDING = 1e-9
 """Sums of the same seconds in another order differ by less, relatively."""
 
@@ -67,37 +112,22 @@ SHARE_AFTER_A_RELATIVE = 0.3
 MAX_FRONTS = 8
 
 
-class Fronts:
-    """The fronts of the last few graphs. Repeated budgets are look-ups, and another batch size is a short search."""
+@lru_cache(maxsize=MAX_FRONTS)
+def front_of(graph: Graph, effort: float = 1.0, like: Graph | None = None) -> Front:
+    """All the trade-offs found between plain autograd and the lowest peak.
 
-    def __init__(self) -> None:
-        self._fronts: OrderedDict[tuple[Graph, float], Front] = OrderedDict()
+    The last few are kept, so that repeated budgets are look-ups. The effort is counted in replayed actions, not in
+    time, and nothing else is remembered: the same arguments give the same front, whatever was planned before.
 
-    def of(self, graph: Graph, effort: float = 1.0) -> Front:
-        """All the trade-offs found between plain autograd and the lowest peak.
-
-        The effort is counted in replayed actions, not in time, so that the same graph gets the same front; after one
-        with the same operations and other costs, which lends its states, a better one or one found sooner.
-
-        Args:
-            graph: The operations.
-            effort: Multiple of the usual search.
-        """
-        key = graph, effort
-        if key not in self._fronts:
-            relative = next((f for f in reversed(self._fronts.values()) if _are_alike(f.graph, graph)), None)
-            self._fronts[key] = _search(graph, effort, relative)
-            if len(self._fronts) > MAX_FRONTS:
-                self._fronts.popitem(last=False)
-        self._fronts.move_to_end(key)
-        return self._fronts[key]
-
-    def forget(self) -> None:
-        """Drops all of them."""
-        self._fronts.clear()
-
-
-FRONTS = Fronts()
+    Args:
+        graph: The operations.
+        effort: Multiple of the usual search.
+        like: The same operations at other costs (another batch size). What their search led to is where this one
+            starts, which shortens it; their front is found first, if it is not at hand. Other operations are ignored.
+    """
+    if like is None or like == graph or not _are_alike(like, graph):
+        return _search(graph, effort, None)
+    return _search(graph, effort, front_of(like, effort))
 
 
 def _are_alike(one: Graph, other: Graph) -> bool:
@@ -146,7 +176,7 @@ class FrontBuilder:
         self.random = np.random.default_rng(0)
         self.plain = self.search.plain()
         self.bound, self.time_bound = find_floor(graph).bytes, TimeBound(graph, SEED_COLUMNS)
-        self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in (16, 40, 100)]
+        self.programs = [Program(graph, self.problem, self.plain.peak_bytes, blocks) for blocks in PROGRAM_BLOCKS]
 
     def meet_rivals(self) -> None:
         """Takes in what other planners answer, so that none of those is faster or lower at any budget."""
@@ -179,7 +209,7 @@ class FrontBuilder:
         num_levels = NUM_FIRST_LEVELS
         if self.front.peaks[0] <= self.bound:
             num_levels //= 2
-        walked, led = 0.3 * self.last, 0.5 * self.last
+        walked, led = WALKED_SHARE * self.last, LED_SHARE * self.last
         state = self.plain
         for k in range(num_levels - 1, -1, -1):
             limit = self.bound + span * k // num_levels
@@ -195,10 +225,10 @@ class FrontBuilder:
                 for seed in self._seeds(limit):
                     self._settle(seed, limit)
         low, high = self.bound, self.front.peaks[0]
-        for _ in range(7):
+        for _ in range(NUM_HALVINGS):
             limit = (low + high) // 2
-            for seed in [self._best(high), *self._seeds(high, most=4)]:
-                if self._settle(seed, limit, probes=12).peak_bytes <= limit:
+            for seed in [self._best(high), *self._seeds(high, most=MANY_SEEDS)]:
+                if self._settle(seed, limit, probes=MANY_PROBES).peak_bytes <= limit:
                     break
                 if self.search.num_actions > led:
                     break
@@ -211,7 +241,7 @@ class FrontBuilder:
 
     def press(self) -> None:
         """Kicks the lowest states until many in a row have made none lower or faster."""
-        last = self.search.num_actions + self.last // 6
+        last = self.search.num_actions + self.last // PRESS_PART
         idle = 0
         while self.search.num_actions < last and idle < MAX_IDLE_KICKS:
             before = self.front.peaks[0], self.front.seconds[0]
@@ -230,7 +260,7 @@ class FrontBuilder:
         thirds = [levels[2::3], levels[0::3], levels[1::3]]
         for number, chosen in enumerate(thirds):
             state, first = self.plain, self.search.num_actions
-            left = (0.85 if number else 1.0) * self.last - first
+            left = (LATER_SWEEPS_SHARE if number else 1.0) * self.last - first
             for k, limit in enumerate(chosen):
                 if self.search.num_actions > first + left * (k + 0.5) / len(chosen):
                     continue  # the levels above took more than their share
@@ -238,7 +268,7 @@ class FrontBuilder:
                 most = 0.0 if number else first + SEED_SHARE * left * (k + 1) / len(chosen)
                 state = self._step_down(self._best(state.peak_bytes), limit, most, relaxed=True)
         for limit in reversed(levels):
-            if self.search.num_actions > 1.1 * self.last:
+            if self.search.num_actions > OVERTIME * self.last:
                 break
             self.search.refill(self._best(limit), limit)
 
@@ -250,18 +280,18 @@ class FrontBuilder:
         for k in range(1, BRIDGE_STEPS + 1):
             limit = above - (above - low) * k // BRIDGE_STEPS
             self._tell(k / BRIDGE_STEPS, "near the lowest peak")
-            state = self._settle(state, limit, probes=4)
+            state = self._settle(state, limit, probes=PROBES)
             if state.peak_bytes > limit or self.search.num_actions > last:
                 break
 
     def polish(self) -> None:
         """Exchanges and kicks at every level in turn until the effort is spent or some rounds have found nothing."""
         exchanged = {limit: self._exchange(limit) for limit in reversed(self.levels())}
-        last = max(self.last, self.search.num_actions + self.last // 8)
+        last = max(self.last, self.search.num_actions + self.last // POLISH_PART)
         idle_rounds = 0
         while self.search.num_actions < last and idle_rounds < MAX_IDLE_ROUNDS:
             before = list(self.front.seconds), list(self.front.peaks)
-            for limit in (*self.levels(), *[self.front.peaks[0]] * 3):
+            for limit in (*self.levels(), *[self.front.peaks[0]] * KICKS_AT_LOWEST):
                 self._tell(self.search.num_actions / last, "improving")
                 self.search.kick(self._best(limit), limit, self.random)
                 if self._best(limit).seconds != exchanged.get(limit):
@@ -283,10 +313,10 @@ class FrontBuilder:
         Returns:
             The fastest known there, or how far down `state` led.
         """
-        down = self._settle(state, limit, probes=4)
+        down = self._settle(state, limit, probes=PROBES)
         if self.search.num_actions < most:
             for seed in self._seeds(limit, relaxed=relaxed):
-                self._settle(seed, limit, probes=4)
+                self._settle(seed, limit, probes=PROBES)
         return down if self.front.within(limit) is None else self._best(limit)
 
     def _settle(self, state: State, limit: int, probes: int = 0) -> State:
@@ -298,7 +328,7 @@ class FrontBuilder:
         assert index is not None, "no level lies below the lowest peak"
         return State(self.front.peaks[index], self.front.seconds[index], self.front.windows(index))
 
-    def _seeds(self, limit: int, most: int = 2, *, relaxed: bool = False) -> list[State]:
+    def _seeds(self, limit: int, most: int = FEW_SEEDS, *, relaxed: bool = False) -> list[State]:
         """The programs' answers near the limit that may beat the best known after a local search."""
         known = self.front.within(limit)
         overhead = np.inf if known is None else self.front.seconds[known] - self.plain.seconds
@@ -308,22 +338,23 @@ class FrontBuilder:
         for windows in answers:
             peak, seconds, num_actions = self.search.replay(windows)
             above = max(0.0, (peak - limit) / max(1, room))
-            if num_actions and above < 0.2 and seconds - self.plain.seconds < 2.5 * overhead:
-                ranked.append(((seconds - self.plain.seconds) * (1 + 5 * above), State(peak, seconds, windows)))
+            if num_actions and above < MOST_ABOVE and seconds - self.plain.seconds < MOST_OVERHEAD * overhead:
+                ranked.append(
+                    ((seconds - self.plain.seconds) * (1 + PRICE_OF_ABOVE * above), State(peak, seconds, windows))
+                )
         ranked.sort(key=lambda pair: pair[0])
         return [state for _, state in ranked[:most]]
 
     def _programmed(self, room: int) -> Iterator[Small]:
         """What the dynamic programs hold when all but the fixed bytes has about that much room."""
         for program in self.programs:
-            shares = (1.08, 1.0, 0.93, 0.85)
-            answers = [program.windows(self.problem.fixed_bytes + int(room * share)) for share in shares]
+            answers = [program.windows(self.problem.fixed_bytes + int(room * share)) for share in ROOM_SHARES]
             yield from {id(windows): windows for windows in answers if windows is not None}.values()
 
     def _relaxed(self, room: int) -> Iterator[Small]:
         """What the linear program keeps then."""
         relaxed = self.time_bound.relax(self.problem.fixed_bytes + room)
         if np.isfinite(relaxed.seconds):
-            for least in (0.2, 0.5, 0.8):
+            for least in ROUNDED_FROM:
                 outputs, tapes = relaxed.outputs >= least, relaxed.tapes >= least
                 yield windows_between(self.graph, self.problem, outputs, tapes, len(self.graph.nodes))

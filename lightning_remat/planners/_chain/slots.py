@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...schedules.compiled import njit, njit_numpy
 from .memory import all_threshold, kept_leaf_threshold, move_threshold, rest_row, row
 
 # Slots looked at together: a few cache lines.
 _RUN = 64
 
 
-@njit(cache=True)
+@njit
 def slots_of(size: int, slot: int) -> Any:
     """Slots that hold `size`: rounded up, so that a planned peak is never exceeded."""
     return -(-size // slot)
 
 
-@njit(cache=True, error_model="numpy")
+@njit_numpy
 def _add_segment(best: Any, seconds: Any, above: Any, below: Any, start: Any, stop: Any, shift: Any) -> None:
     """best[m] <- min(best[m], seconds + above[m - shift] + below[m]) for m in [start, stop).
 
@@ -37,7 +37,7 @@ def _add_segment(best: Any, seconds: Any, above: Any, below: Any, start: Any, st
         begin = end
 
 
-@njit(cache=True, error_model="numpy")
+@njit_numpy
 def _add_shifted(best: Any, seconds: Any, source: Any, start: Any, stop: Any, shift: Any) -> None:
     """best[m] <- min(best[m], seconds + source[m - shift]) for m in [start, stop)."""
     length = stop - start
@@ -48,7 +48,7 @@ def _add_shifted(best: Any, seconds: Any, source: Any, start: Any, stop: Any, sh
             out[i] = value if value < out[i] else out[i]
 
 
-@njit(cache=True)
+@njit
 def fill_slots(p: Any, slot: int, num_slots: int) -> Any:
     """table[row, m]: the least makespan of a state with m slots beyond a^(s-1); infinite where none fits.
 

@@ -1,0 +1,217 @@
+"""Runs a traced module by its program up to the first backward.
+
+It runs with gradients, so that the autograd graph is the ordinary one. An operation whose saved tensors all stay until
+its backward runs as it is; of the others autograd gets references.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map_only
+
+from ..module_state.random_state import Draws, generators_in_use
+from ..operations.contexts import ContextStack
+from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, storage_key, tensors_of
+from .executor import Execution, Reference, Watch, arrive_before, leaf_of, unpack_reference
+from .learning import Learning
+from .program import Do, Place, Program, SlotOf, Step
+
+_OUTSIDE = Place(ExternalRef())
+
+
+def run_forward(program: Program, values: list[Any], watch: Watch | None = None) -> Any:
+    """What the captured graph returns, its autograd graph tied to a new execution of the program.
+
+    Args:
+        program: What to follow.
+        values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
+        watch: Is told of every run.
+    """
+    return _Forward(Execution(program, values, watch)).run()
+
+
+class _Forward:
+    """What only the forward of an execution needs."""
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution, self.program, self.values = execution, execution.program, execution.values
+        is_known = len(self.program.learned) == len(self.program.hooked)
+        self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
+        self.returned: dict[int, Any] = {}
+        self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
+
+    def run(self) -> Any:
+        """Runs the program up to the first backward; what the captured graph returns."""
+        learns, returned = self.learns, self.returned
+        try:
+            with ContextStack() as contexts:
+                for what, n in self.program.forward:
+                    if what is Do.RUN:
+                        self._run_first(n, contexts)
+                    elif what is Do.DROP:
+                        self.execution.drop(n)
+                    elif what is Do.COMPUTE:
+                        run, slot = self.program.constants[n]
+                        (self.values[slot],) = run(self.values)
+                    elif what is Do.DROP_TAPE:
+                        self.execution.tapes.pop(n, None)
+                    elif what is Do.SLEEP:
+                        self._sleep(n)
+                    else:
+                        self._revive(n)
+                        if learns is not None:
+                            learns.note(n)
+            self._leave_autograd()
+        except BaseException:
+            self.execution.forget()
+            raise
+
+        def returns(a: Any) -> Any:
+            return returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a
+
+        return map_aggregate(self.program.result, returns)
+
+    def _leave_autograd(self) -> None:
+        """From here on the table must not hold the autograd graph that holds the table."""
+        for step in self.program.steps:
+            for slot in step.outputs:
+                value = self.values[slot]
+                if value is not None:
+                    self.values[slot] = apart = leaf_of(value)
+                    if step.is_output:
+                        self.execution.output_versions[slot] = [t._version for t in tensors_of([apart])]
+        self.dormant.clear()
+
+    def _run_first(self, n: int, contexts: ContextStack) -> None:
+        execution, values, learns = self.execution, self.values, self.learns
+        step = self.program.steps[n]
+        for slot in step.kept:
+            if step.is_repeated:
+                execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
+            else:
+                execution.kept_versions[n, slot] = values[slot]._version
+        contexts.enter(step.contexts)
+        if step.operation.is_random and not self.execution.is_fake:
+            with generators_in_use:
+                draws = Draws(self.execution.devices, with_host=False)
+                made, saved = self._call(n, step)
+                if draws.end():
+                    self.execution.draws[n] = draws
+        else:
+            made, saved = self._call(n, step)
+        outputs = made[: len(step.outputs)]
+        if self.program.revived:
+            outputs = self._apart_from_inputs(step, outputs)
+        for slot, value in zip(step.outputs, outputs, strict=True):
+            values[slot] = value
+            if step.is_output:
+                self.returned[slot] = value
+        for slot, value in zip(step.effects, made[len(step.outputs) :], strict=True):
+            values[slot] = value
+        if learns is not None:
+            learns.note(n)
+        if step.is_hooked:
+            self._place(n, saved)
+        if step.is_announced and not saved:
+            self._announce(n, tensors_of(outputs))
+        if self.execution.watch is not None:
+            self.execution.watch.ended(step.operation.name, list(outputs), is_first=True)
+
+    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Runs an operation, and what autograd saved of it where it is hooked."""
+        if not step.is_hooked:
+            return step.run(self.values), []
+        saved: list[Tensor] = []
+
+        execution = self.execution
+
+        def pack(tensor: Tensor) -> Reference:
+            saved.append(tensor)
+            return Reference(execution, n, len(saved) - 1)
+
+        execution.running = n, saved
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack_reference):
+            made = step.run(self.values)
+        execution.running = None
+        found = list(saved)
+        saved.clear()  # autograd holds the pack hook, and it this list
+        return made, found
+
+    def _place(self, n: int, saved: list[Tensor]) -> None:
+        """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
+        places = self.program.learned.get(n)
+        if places is None or len(places) != len(saved):
+            learns = self.learns or Learning(self.program, self.values, self.execution.num_given)
+            places = learns.places(n, saved)
+            if self.learns is not None:
+                self.program.learned[n] = places
+        kept: list[Place] = []
+        for k, (tensor, place) in enumerate(zip(saved, places, strict=True)):
+            if isinstance(place.source, OutputRef):
+                witness = self.values[place.slot]
+                leaf = witness if isinstance(witness, Tensor) else tensors_of([witness])[place.leaf]
+                if storage_key(leaf) == storage_key(tensor):
+                    kept.append(place)
+                    continue
+                place = _OUTSIDE  # it is another one this time: held, whatever it costs
+            if isinstance(place.source, TapeRef):
+                self.execution.tapes.setdefault(n, {})[k] = (
+                    tensor.detach()
+                )  # it may be the very tensor, which holds the graph
+                if not place.source.is_like(tensor):
+                    place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
+            else:
+                self.execution.held[n, k] = tensor.detach(), tensor._version
+            kept.append(place)
+        self.execution.saved[n] = kept
+
+    def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
+        """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
+        inputs = {id(t) for t in tensors_of(self.values[i] for i in (*step.inputs, *step.external, *step.kept))}
+        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, tuple(outputs))
+
+    def _announce(self, n: int, leaves: list[Tensor]) -> None:
+        """A backward that reads nothing still moves the program on.
+
+        One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
+        """
+        before = [t.grad_fn for t in tensors_of(self.values[i] for i in self.program.steps[n].inputs)]
+        for leaf in leaves:
+            if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
+                leaf.grad_fn.register_prehook(partial(arrive_before, weakref.ref(self.execution), n))
+
+    def _sleep(self, n: int) -> None:
+        """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
+
+        All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
+        """
+        step = self.program.steps[n]
+        outputs = [self.values[slot] for slot in step.outputs]
+        if not step.is_output:  # the caller holds what leaves the region
+            for t in tensors_of(outputs):
+                t.data = t.data.new_empty(0)
+        if n in self.program.revived:
+            self.dormant[n] = outputs
+        self.execution.drop(n)
+
+    def _revive(self, n: int) -> None:
+        """Recomputes within the forward; later operations read the first run's tensors, filled again."""
+        step = self.program.steps[n]
+        asleep = self.dormant.pop(n, None)
+        self.execution.run_again(n)
+        if asleep is None:
+            return
+        if not step.is_output:
+            again = tensors_of(self.values[slot] for slot in step.outputs)
+            with torch.no_grad():
+                for t, new in zip(tensors_of(asleep), again, strict=True):
+                    t.data = new.detach()
+        for slot, value in zip(step.outputs, asleep, strict=True):
+            self.values[slot] = value

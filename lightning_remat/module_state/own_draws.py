@@ -1,0 +1,79 @@
+"""Random numbers of a trial come from generators of its own: the others go on in other threads meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .random_state import RandomState, generators_in_use
+
+_WITH_GENERATORS = ("cpu", "cuda")
+
+
+class OwnDraws(TorchDispatchMode):
+    """Draws inside leave the generators that all threads share where they are.
+
+    Whoever saves their states and puts them back takes from another thread what it has drawn in between: it draws the
+    same numbers again. Operations are handed a generator instead; only those that take none (fused dropout) are run
+    between a save and a restore of their own.
+
+    Attributes:
+        num_draws: Random operations so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.num_draws = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation; one that draws does so from a generator of this mode."""
+        del types
+        named = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, named):
+            return func(*args, **named)
+        self.num_draws += 1
+        device = _device(args, named)
+        taking = _taking_generator(func) if device.type in _WITH_GENERATORS else None
+        if taking is not None:
+            return taking(*args, **named, generator=self._generator(device))
+        with generators_in_use:
+            state = RandomState([] if device.type == "cpu" else [device])
+            try:
+                return func(*args, **named)
+            finally:
+                state.put_back()
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
+
+
+def _has_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller brought one; a None is taken out."""
+    if kwargs.get("generator", ...) is None:
+        del kwargs["generator"]
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    found = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    return found or torch.device(kwargs.get("device") or "cpu")
+
+
+def _taking_generator(func: Any) -> Callable[..., Any] | None:
+    """The operation itself, or its namesake, that takes a generator by name; None where there is none."""
+    name = func._overloadname
+    for overload in (name, "generator" if name == "default" else f"{name}_generator"):
+        if overload in func.overloadpacket.overloads():
+            found = getattr(func.overloadpacket, overload)
+            if any(argument.name == "generator" for argument in found._schema.arguments):
+                return found
+    return None

@@ -1,0 +1,220 @@
+"""How what an object holds is put back in place: tensors, arrays, generators, containers, modules, plain objects."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+# What users' objects hold has no types.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+Undo = Callable[[], None]
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, torch.dtype)
+
+_LEFT_ALONE = (
+    "lightning_remat",  # a plan in force keeps what it has learnt
+    "lightning",
+    "pytorch_lightning",
+    "torch",
+    "logging",
+    "threading",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "subprocess",
+    "weakref",
+    "tqdm",
+    "rich",
+)
+"""Libraries whose objects are not plain: they stand for devices, processes, screens, or hold the whole trainer."""
+
+_PLAIN_IN_TORCH = ("torch.optim", "torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
+
+
+class Recorder:
+    """Records what objects hold, each object once.
+
+    An object is put back after what it holds: a buffer that was exchanged is the recorded one again, and has its value.
+
+    Args:
+        with_parameters: Whether the values of parameters are recorded.
+        with_gradients: Whether their gradients are.
+        with_tensors: Whether the contents of other tensors and of arrays are.
+
+    Attributes:
+        undo: What puts back all that was added; each is to run, in any order.
+    """
+
+    def __init__(self, with_parameters: bool = True, with_gradients: bool = True, with_tensors: bool = True) -> None:
+        self.with_parameters, self.with_gradients, self.with_tensors = with_parameters, with_gradients, with_tensors
+        self.undo: list[Undo] = []
+        self._seen: dict[int, Any] = {}  # id → the object, which keeps the id its own
+
+    def add_module(self, root: nn.Module) -> None:
+        """The module and its submodules: parameters, gradients, buffers, attributes."""
+        for module in root.modules():
+            if self._is_new(module):
+                for parameter in module.parameters(recurse=False):
+                    self._add_parameter(parameter)
+                self._add_attributes(module)
+
+    def add_holder(self, holder: Any) -> None:
+        """The attributes of an object, whatever it is."""
+        if self._is_new(holder):
+            self._add_attributes(holder)
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _add(self, value: Any) -> None:
+        """Whatever an attribute or container holds."""
+        if isinstance(value, _IMMUTABLE) or not self._is_new(value):
+            return
+        if isinstance(value, nn.Parameter):
+            self._seen.pop(id(value))
+            self._add_parameter(value)
+        elif isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, nn.Module):
+            self._seen.pop(id(value))
+            self.add_module(value)
+        elif isinstance(value, np.ndarray):
+            self._add_array(value)
+        elif isinstance(value, (dict, list, set, deque, tuple, bytearray)):
+            self._add_container(value)
+        elif (undo := _generator_undo(value)) is not None:
+            self.undo.append(undo)
+        elif _is_plain(value):
+            self._add_attributes(value)
+        else:
+            self._seen.pop(id(value))  # it may be added as a holder yet
+
+    def _add_attributes(self, holder: Any) -> None:
+        state = getattr(holder, "__dict__", None)
+        if isinstance(state, dict):
+            self._add_content(state, dict(state), state.update)
+            self._add_all(state.values())
+        for name in _slots(type(holder)):
+            if hasattr(holder, name):
+                value = getattr(holder, name)
+                self.undo.append(lambda name=name, value=value: object.__setattr__(holder, name, value))
+                self._add(value)
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        for value in list(values):
+            self._add(value)
+
+    def _add_container(self, container: Any) -> None:
+        if isinstance(container, dict):
+            self._add_content(container, dict(container), container.update)
+            self._add_all(container.values())
+        elif isinstance(container, tuple):
+            self._add_all(container)
+        elif isinstance(container, set):
+            self._add_content(container, set(container), container.update)
+        else:
+            self._add_content(container, list(container), container.extend)
+            if not isinstance(container, bytearray):
+                self._add_all(container)
+
+    def _add_content(self, container: Any, before: Any, fill: Callable[[Any], object]) -> None:
+        def put_back() -> None:
+            if not _holds(container, before):
+                container.clear()
+                fill(before)
+
+        self.undo.append(put_back)
+
+    def _add_parameter(self, parameter: nn.Parameter) -> None:
+        if not self._is_new(parameter):
+            return
+        if self.with_parameters:
+            requires_grad = parameter.requires_grad
+            self.undo.append(lambda: cast(None, parameter.requires_grad_(requires_grad)))
+            self.undo.append(_value_undo(parameter))
+        if self.with_gradients:
+            grad = parameter.grad
+            if grad is not None and self._is_new(grad):
+                self.undo.append(_value_undo(grad))
+            self.undo.append(lambda: setattr(parameter, "grad", grad))
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if self.with_tensors and tensor.layout is torch.strided and not tensor.is_inference():
+            self.undo.append(_value_undo(tensor))
+
+    def _add_array(self, array: np.ndarray[Any, Any]) -> None:
+        if self.with_tensors and array.flags.writeable:
+            before = array.copy()
+            self.undo.append(lambda: np.copyto(array, before))
+
+
+def _value_undo(tensor: Tensor) -> Undo:
+    detached = tensor.detach()
+    value = detached.clone() if tensor.layout is not torch.strided else detached.to("cpu", copy=True)
+
+    def put_back() -> None:
+        if tensor.shape == value.shape:
+            tensor.detach().copy_(value)
+        else:
+            cast(Any, tensor.detach()).set_(value.to(tensor.device))
+
+    return put_back
+
+
+def _generator_undo(value: Any) -> Undo | None:
+    """What puts a random generator back; None for other objects."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: cast(None, value.set_state(state))
+    if isinstance(value, random.Random):
+        python_state = value.getstate()
+        return lambda: value.setstate(python_state)
+    if isinstance(value, np.random.RandomState):
+        old_state = value.get_state(legacy=False)
+        return lambda: value.set_state(cast(Any, old_state))
+    if isinstance(value, np.random.Generator):
+        bits, bit_state = value.bit_generator, value.bit_generator.state
+        return lambda: setattr(bits, "state", bit_state)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is no more than its attributes, as far as can be told."""
+    if isinstance(value, (Dataset, DataLoader)) or callable(getattr(type(value), "__next__", None)):
+        return False
+    module = type(value).__module__
+    return module.startswith(_PLAIN_IN_TORCH) or module.partition(".")[0] not in _LEFT_ALONE
+
+
+def _slots(kind: type) -> list[str]:
+    """Names of the attributes that instances hold outside their `__dict__`."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else list(slots)
+        found += [n for n in names if n not in ("__dict__", "__weakref__") and not n.startswith("__")]
+    return found
+
+
+def _holds(container: Any, before: Any) -> bool:
+    """Whether the very same things are in a container as before."""
+    if len(container) != len(before):
+        return False
+    if isinstance(before, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
+        return all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
+    if isinstance(before, set):
+        return all(item in container for item in before)
+    return all(a is b for a, b in zip(container, before, strict=True))

@@ -1,0 +1,84 @@
+"""Plans a trial's step as the settings ask for, or tells why the model is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from ..batch_search.search import find
+from ..batch_search.settings import Settings
+from ..batch_search.trial import misfit_of, uninstall
+from ..errors import InfeasibleBudgetError, TraceError
+from ..regions.calls import NoCallError
+from ..regions.self_check import find_difference
+from ..reports.result import Result
+from .lightning_step import LightningTrial
+from .loaders import loader_batch_size, rebatched
+from .private_api import training_loaders
+
+
+def planned(
+    trial: LightningTrial, settings: Settings, leave_alone: Callable[[str], None]
+) -> tuple[Result, list[nn.Module]] | None:
+    """What fits, and the modules rewritten by it; None where `leave_alone` was told why not.
+
+    Raises:
+        InfeasibleBudgetError: Nothing fits, and nothing else is asked for then.
+        TraceError: Nothing can be captured, and a batch size is asked for.
+    """
+    try:
+        return find(trial, settings)
+    except InfeasibleBudgetError as error:
+        if settings.on_infeasible == "raise":
+            raise
+        if settings.on_infeasible == "plain":
+            leave_alone(f"on_infeasible='plain': {error}")
+            return None
+        rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
+        return find(trial, settings, lowest=True)
+    except (TraceError, NoCallError) as error:
+        if settings.batch_size == "auto" and settings.on_infeasible != "plain":
+            raise  # a size is asked for that nothing can be said about
+        leave_alone(str(error))
+        return None
+
+
+def fits_stored(trial: LightningTrial, result: Result) -> bool:
+    """Whether an earlier result is for what the step calls now; told where it is not. Every rank takes part."""
+    own = misfit_of(result.step, trial, trial.batch_size)
+    reason: str | None = trial.share(lambda: own)
+    if reason is not None:
+        rank_zero_warn(f"Rematerialization plans anew: {reason}")
+    return reason is None
+
+
+def passes_check(
+    trial: LightningTrial, settings: Settings, modules: list[nn.Module], leave_alone: Callable[[str], None]
+) -> bool:
+    """Whether a planned step gives what the plain one gives; asked where wanted, and of steps that differentiate.
+
+    Where it does not, the modules are as before.
+    """
+    if not (settings.self_check or trial.differentiates):
+        return True
+    difference = find_difference(trial.trainer.lightning_module, lambda: trial.outcome(trial.batch_size))
+    if trial.least(int(difference is None)) == 1:
+        return True
+    uninstall(modules)
+    leave_alone(str(difference or "another rank's results differ"))
+    return False
+
+
+def check_first_size(trial: LightningTrial, wanted: int | None) -> None:
+    """Refuses a first batch of another size than was asked for, of a loader that does not say its size.
+
+    Raises:
+        MisconfigurationException: The batch has another size.
+    """
+    if wanted is None or trial.batch_size == wanted or not trial.has_batch_dimension:
+        return
+    for loader in training_loaders(trial.trainer):
+        if loader_batch_size(loader) != wanted:
+            rebatched(loader, wanted)  # says why it cannot be changed

@@ -1,0 +1,89 @@
+"""A trial draws random numbers of its own: the shared generators stay where they are, whoever draws meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_remat import profile, trace
+from lightning_remat.module_state.own_draws import OwnDraws
+
+X = torch.ones(8, 32)
+
+
+class Noisy(nn.Module):
+    """Draws in its own code and in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.first(x))
+        return self.last(x + 0.1 * torch.randn_like(x))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: F.dropout(X),
+        lambda: torch.rand(3),
+        lambda: torch.randn(3, dtype=torch.float64),
+        lambda: torch.rand_like(X),
+        lambda: torch.randn_like(X),
+        lambda: torch.randint(5, (3,)),
+        lambda: torch.randint(2, 5, (3,)),
+        lambda: torch.randperm(9),
+        lambda: torch.bernoulli(X / 2),
+        lambda: torch.multinomial(X, 2),
+        lambda: torch.empty(4).normal_(),
+        lambda: torch.empty(4).uniform_(2, 3),
+        lambda: F.rrelu(X, training=True),
+        lambda: F.gumbel_softmax(X),
+        lambda: F.scaled_dot_product_attention(X[None], X[None], X[None], dropout_p=0.5),
+        lambda: nn.LSTM(32, 8, 2, dropout=0.5)(X),
+    ],
+)
+def test_shared_generators_stay(draw: Callable[[], Any]) -> None:
+    torch.manual_seed(3)
+    draw()  # whatever it makes (weights) is drawn as well
+    before = torch.get_rng_state()
+    with OwnDraws() as draws:
+        draw()
+    assert draws.num_draws
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_of_the_callers_is_used() -> None:
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    with OwnDraws():
+        drawn = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(drawn, expected)
+
+
+def test_a_thread_that_draws_beside_a_profile_draws_as_if_it_were_alone() -> None:
+    module = Noisy()
+    traced = trace(module, X)
+    expected = torch.rand(1_000_000, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(5)
+    drawn: list[Tensor] = []
+    is_done = threading.Event()
+
+    def draw() -> None:
+        while not is_done.is_set() and len(drawn) < len(expected):
+            drawn.append(torch.rand(1))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(3):
+        profile(traced, X, repeats=3)
+    is_done.set()
+    thread.join()
+    assert drawn
+    assert torch.equal(torch.cat(drawn), expected[: len(drawn)])

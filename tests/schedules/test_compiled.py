@@ -1,0 +1,37 @@
+"""Compiled functions work where their machine code can be kept nowhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_remat
+
+PACKAGE = Path(lightning_remat.__file__).parent
+
+PLAN = """
+import lightning_remat
+from lightning_remat import Graph, Node, plan
+cost = dict(output_bytes=100, forward_seconds=1.0, backward_seconds=2.0)
+nodes = (Node(f"relu{i}", inputs=(i - 1,) if i else (), saved=(i,), **cost) for i in range(9))
+print(lightning_remat.__file__, plan(Graph(tuple(nodes)), 800, "periodic").peak_bytes <= 800)
+"""
+
+
+@pytest.mark.slow
+def test_planning_where_neither_package_nor_home_can_be_written(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "lightning_remat", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = tmp_path / "lightning_remat"
+    for folder in [copy, *(f for f in copy.rglob("*") if f.is_dir())]:
+        (folder / "__pycache__").write_text("")  # in the way, whatever the rights of the user who runs this
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA", "XDG"))}
+    home = {"HOME": os.devnull, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", PLAN]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env={**kept, **home})
+    assert done.stdout.split() == [str(copy / "__init__.py"), "True"]
+    assert done.stderr.count("set NUMBA_CACHE_DIR") == 1
