@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..module_state.random_state import Draws, generators_in_use
 from ..operations.contexts import ContextStack
-from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, storage_key, tensors_of
+from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry_of, storage_key, tensors_of
 from .executor import Execution, Reference, Watch, arrive_before, leaf_of, unpack_reference
 from .learning import Learning
 from .program import Do, Place, Program, SlotOf, Step
@@ -158,7 +158,7 @@ class _Forward:
                 witness = self.values[place.slot]
                 leaf = witness if isinstance(witness, Tensor) else tensors_of([witness])[place.leaf]
                 if storage_key(leaf) == storage_key(tensor):
-                    kept.append(place)
+                    kept.append(self._as_now(place, place.source, tensor))
                     continue
                 place = _OUTSIDE  # it is another one this time: held, whatever it costs
             if isinstance(place.source, TapeRef):
@@ -171,6 +171,17 @@ class _Forward:
                 self.execution.held[n, k] = tensor.detach(), tensor._version
             kept.append(place)
         self.execution.saved[n] = kept
+
+    def _as_now(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
+        """The place with the tensor's present geometry: sizes may be others than when the place was learned."""
+        geometry = geometry_of(tensor)
+        if geometry == source.geometry:
+            return place
+        if source.geometry is None:
+            outputs = tensors_of(self.values[slot] for slot in self.program.steps[source.operation].outputs)
+            if outputs and geometry_of(outputs[source.leaf]) == geometry:
+                return place
+        return Place(OutputRef(source.operation, source.leaf, geometry), place.slot, place.leaf)
 
     def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
         """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
