@@ -343,11 +343,23 @@ class InputSizes(Halves):
         return h / h.shape[0] + len(h)
 
 
+class SizesOfSlices(InputSizes):
+    """A slice that was everything in the first step, and others whose places depend on the sizes."""
+
+    def between(self, h: Tensor) -> Tensor:
+        first, last = h[:40].sigmoid(), h[len(h) // 2 :].tanh()
+        return (first * h[:40]).exp()[: len(last)] * last[: len(first)] * last.T.exp().T[: len(first)]
+
+    def batch(self, k: int) -> tuple[Any, ...]:
+        return super().batch((4, 3, 1, 0, 2)[k])
+
+
 CASES = [
     Epoch, FloatAttribute, Property, StepInLoss, ClassAttribute, ConfigurationObject, ConfigurationReplaced,
     HyperParameters, Namespace, Partial, CallableAttribute, CallableObject, Global, GlobalDictionary, GlobalTensor,
     Closure, DefaultArgument, Environment, ArgumentChangedInPlace, Arguments, TensorAttribute, RequiresGradBranch,
     ModeOfPart, DefaultDtype, Autocast, AutocastWithin, DeterminismFlag, InputSizes,
+    SizesOfSlices,
 ]  # fmt: skip
 
 
