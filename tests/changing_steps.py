@@ -16,6 +16,7 @@ from enum import Flag, auto
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +34,11 @@ class Outcome(Flag):
     PARTLY = auto()  # rewritten, and plain with a warning in some steps
     PLAIN = auto()  # plain, with a warning
     REFUSED = auto()  # an error of `rematerialize`
+
+
+def failing(case: type[Halves], reason: str) -> Any:
+    """A case that is known to fail, for `parametrize`."""
+    return pytest.param(case, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
 def stack(depth: int = 2) -> nn.Sequential:
@@ -225,4 +231,3 @@ def _assert_alike(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> 
         assert a.keys() == b.keys(), (k, a.keys() ^ b.keys())
         different = [name for name in a if a[name] != b[name]]
         assert not different, f"step {k}: {different[:6]}"
-

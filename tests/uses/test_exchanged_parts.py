@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changing_steps import BATCH, WIDTH, Halves, Outcome, outcome_of, stack
+from changing_steps import BATCH, WIDTH, Halves, Outcome, failing, outcome_of, stack
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -265,15 +265,14 @@ class Packed(Recurrent):
 
 CASES = [
     ParameterReplaced, ParameterResized, BufferReplaced, Frozen, ForwardReplaced, ForwardReplacedFirst, LayerReplaced,
-    Reordered, Grows, Tied, HooksComeAndGo, ShallowCopy, GlobalGenerators, OwnNumpyGenerator, OwnPythonGenerator,
+    Reordered, Grows, Tied, GlobalGenerators, OwnGenerator, OwnNumpyGenerator,
     RandomDepth, ReturnsItsInput, LayerDrop, Recurrent, Packed,
+    failing(HooksComeAndGo, "TorchDynamo guards no hooks of submodules (skip_nnmodule_hook_guards)"),
+    failing(ShallowCopy, "the forward of a shallow copy is bound to the original"),
+    failing(OwnPythonGenerator, "TorchDynamo draws from it before the graph runs, which planning does not undo"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_those_of_the_step(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
-
-
-def test_a_generator_that_no_recomputation_finds() -> None:
-    assert outcome_of(OwnGenerator) in Outcome.EXACT | Outcome.PLAIN | Outcome.REFUSED

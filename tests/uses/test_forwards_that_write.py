@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from changing_steps import WIDTH, Halves, Outcome, outcome_of, stack
+from changing_steps import WIDTH, Halves, Outcome, failing, outcome_of, stack
 from torch import Tensor, nn
 
 
@@ -288,10 +288,13 @@ class Two(Halves):
 
 
 CASES = [
-    Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch, InputReadByItem,
-    Appends, Deque, Dictionary, RemembersOutput, AttributeOnOutput, AttributeOnResult, HookFillsList, Average,
-    AverageByData, AverageByDataCopy, AverageAfter, Queue, CodeBook, CacheGrows, LazyTable, Statistics,
+    Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch,
+    Appends, Dictionary, RemembersOutput, AttributeOnOutput, AttributeOnResult, HookFillsList, Average,
+    AverageByData, AverageByDataCopy, AverageAfter, CodeBook, CacheGrows, LazyTable, Statistics,
     ModuleMadeInForward, Two,
+    failing(Deque, "TorchDynamo forgets the maxlen of a deque that it finds: what falls out at the left is still there"),
+    failing(Queue, "a graph after a break writes what a graph before it reads again in the backward"),
+    failing(InputReadByItem, "nothing is recomputed between the breaks"),
 ]  # fmt: skip
 
 
