@@ -36,6 +36,11 @@ class Outcome(Flag):
     REFUSED = auto()  # an error of `rematerialize`
 
 
+def slow(case: type[Halves]) -> Any:
+    """A case that takes seconds, for `parametrize`."""
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 def failing(case: type[Halves], reason: str) -> Any:
     """A case that is known to fail, for `parametrize`."""
     return pytest.param(case, marks=pytest.mark.xfail(strict=True, reason=reason))
@@ -200,8 +205,7 @@ def _lowest_peak(module: Halves) -> int:
             rematerialize(module, *module.batch(0), memory_budget=budget, planner=module.planner)
             return budget
         except InfeasibleBudgetError as error:
-            assert error.minimum_bytes > budget
-            budget = int(error.minimum_bytes)
+            budget = max(budget + 1, int(error.minimum_bytes))
 
 
 def _rewritten(module: Halves) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changing_steps import BATCH, WIDTH, Halves, Outcome, failing, outcome_of, stack
+from changing_steps import BATCH, WIDTH, Halves, Outcome, failing, outcome_of, slow, stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -183,14 +183,18 @@ class HookKeepsOutput(Halves):
 class Scripted(Halves):
     def __init__(self) -> None:
         super().__init__()
-        with torch.jit.optimized_execution(False):
-            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
 
     def __deepcopy__(self, memo: Any) -> Scripted:
         """PyTorch's own copy has parameters that are no leaves."""
         made = type(self)()
         made.load_state_dict(self.state_dict())
         return made
+
+    def change(self, k: int) -> None:
+        """Scripts are compiled otherwise, with other bits, once they have run a few times."""
+        for _ in range(4):
+            torch.autograd.grad(self.scripted(torch.randn(BATCH, WIDTH, requires_grad=True)).sum(), self.scripted[0].bias)
 
     def between(self, h: Tensor) -> Tensor:
         return self.scripted(h)
@@ -337,10 +341,10 @@ class DeepCopyInForward(Halves):
 
 
 CASES = [
-    UnusedOutputs, EvalBetween, FrozenBetween, Checkpoint, CustomFunction,
-    CustomFunctionKeepsOnContext, PositionsInPlace, ClassToken, SplitTwice,
-    HookKeepsOutput, Scripted, NumpyArgument, DataclassOutput, ObjectOutput, DictionaryOutput, Vmap, NestedVmap, GradientTransform, Transformer,
-    EncoderDecoder, AttentionWeights, Complex, DataDependentBranch, ListInputs, DeepCopyInForward,
+    slow(UnusedOutputs), EvalBetween, FrozenBetween, Checkpoint, CustomFunction, CustomFunctionKeepsOnContext,
+    PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, NumpyArgument, DataclassOutput, ObjectOutput,
+    DictionaryOutput, Vmap, NestedVmap, GradientTransform, Transformer, slow(EncoderDecoder), AttentionWeights,
+    Complex, DataDependentBranch, ListInputs, DeepCopyInForward,
     failing(ReentrantCheckpoint, "a measured step calls autograd.grad, which reentrant checkpoints refuse"),
     failing(ForcesInForward, "looking for graphs runs the module without a backward"),
     failing(PenaltyInPart, "looking for graphs runs the module without a backward"),

@@ -292,7 +292,7 @@ CASES = [
     Appends, Dictionary, RemembersOutput, AttributeOnOutput, AttributeOnResult, HookFillsList, Average,
     AverageByData, AverageByDataCopy, AverageAfter, CodeBook, CacheGrows, LazyTable, Statistics,
     ModuleMadeInForward, Two,
-    failing(Deque, "TorchDynamo forgets the maxlen of a deque that it finds: what falls out at the left is still there"),
+    failing(Deque, "TorchDynamo forgets the maxlen of a deque that it finds: what falls out still counts"),
     failing(Queue, "a graph after a break writes what a graph before it reads again in the backward"),
     failing(InputReadByItem, "nothing is recomputed between the breaks"),
 ]  # fmt: skip

@@ -171,6 +171,8 @@ class Global(Halves):
 
 
 class GlobalDictionary(Halves):
+    room = 4.0
+
     def change(self, k: int) -> None:
         SETTINGS["scale"] = 1.0 + k
         SETTINGS["names"][:] = ["sigmoid", "tanh"] * k
@@ -382,12 +384,15 @@ class Names(Halves):
 
 
 class Depths(Names):
+    room = 4.0
+
     def between(self, h: Tensor) -> Tensor:
         for _ in range(self.names.index(self.name)):
             h = h.sigmoid()
         return h
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Names, Depths])
 def test_more_values_than_captures_run_plain_with_one_warning(case: type[Halves]) -> None:
     assert outcome_of(case, steps=len(Names.names)) in Outcome.EXACT | Outcome.PARTLY
