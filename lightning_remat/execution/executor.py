@@ -80,6 +80,7 @@ class Execution:
         self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
         self.running: tuple[int, list[Tensor]] | None = None  # the first run in progress and what it has saved
         self.output_versions: dict[int, list[int]] = {}
+        self.task, self.is_ambient_same = -1, False  # of the backward in progress
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.lock = threading.RLock()
 
@@ -159,9 +160,11 @@ class Execution:
             try:
                 if target < self.position:
                     self._start_over()
+                before = self.program.before
                 while self.position < target:
                     self.position += 1
-                    self._follow(self.program.before[self.position])
+                    if instructions := before[self.position]:
+                        self._follow(instructions)
             except BaseException:
                 self.forget()
                 self.position = len(self.program.backwards)  # whatever comes next starts over
@@ -181,9 +184,7 @@ class Execution:
 
     def _follow(self, instructions: tuple[Instruction, ...]) -> None:
         """Recomputes and discards; a stretch of recomputations has its settings once."""
-        if not instructions:
-            return
-        with self._recomputing() if any(what is Do.RUN_AGAIN for what, _ in instructions) else nullcontext():
+        with self._recomputing() if _has_runs(instructions) else nullcontext():
             for what, n in instructions:
                 if what is Do.RUN_AGAIN:
                     self.run_again(n, with_tape=self.steps[n].is_hooked)
@@ -193,10 +194,15 @@ class Execution:
                     self.tapes.pop(n, None)
 
     def _recomputing(self) -> AbstractContextManager[Any]:
+        """The settings of the forward. They are asked for once in each backward, in which nobody else runs."""
+        task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if task == -1 or task != self.task:
+            self.task, self.is_ambient_same = task, self.ambient.is_current()
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recomputing())
-        stack.enter_context(self.ambient.restored())
+        if not self.is_ambient_same:
+            stack.enter_context(self.ambient.restored())
         return stack
 
     def drop(self, n: int) -> None:
@@ -284,6 +290,10 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
+
+
+def _has_runs(instructions: tuple[Instruction, ...]) -> bool:
+    return any(what is Do.RUN_AGAIN for what, _ in instructions)
 
 
 def leaf_of(value: Any) -> Any:

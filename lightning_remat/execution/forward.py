@@ -49,12 +49,18 @@ class _Forward:
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
-        learns, returned = self.learns, self.returned
+        learns, returned, values, steps = self.learns, self.returned, self.values, self.program.steps
+        is_watched = learns is not None or self.execution.watch is not None or bool(self.program.revived)
         try:
             with ContextStack() as contexts:
                 for what, n in self.program.forward:
                     if what is Do.RUN:
-                        self._run_first(n, contexts)
+                        step = steps[n]
+                        if step.is_plain and not is_watched:
+                            for slot, value in zip(step.outputs, step.run(values), strict=True):
+                                values[slot] = value
+                        else:
+                            self._run_first(n, contexts)
                     elif what is Do.DROP:
                         self.execution.drop(n)
                     elif what is Do.COMPUTE:

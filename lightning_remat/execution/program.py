@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional
 
 from ..errors import ScheduleError
-from ..operations.contexts import Context, common_contexts
+from ..operations.contexts import Context, common_contexts, contexts_of
 from ..operations.evaluation import Run, compile_constant, compile_operation, effect_outputs, slots
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
@@ -70,6 +70,7 @@ class Step:
         is_output: Whether the caller gets what it makes.
         is_repeated: Whether the schedule runs it more than once.
         contexts: Those in which all of it was recorded.
+        is_plain: Whether a first run is nothing but the call.
     """
 
     operation: Operation
@@ -87,6 +88,7 @@ class Step:
     is_output: bool
     is_repeated: bool
     contexts: tuple[Context, ...]
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,9 +165,18 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     lines = _instructions(traced, schedule, graph, hooked, order, constants_after)
     announced = {n for k, n in enumerate(order.backwards) if any(what == Do.RUN_AGAIN for what, _ in lines.before[k])}
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
+    has_contexts = any(contexts_of(p) for o in traced.operations for p in o.parts)
     runs = Counter(n for kind, n in schedule if kind == "F")
     steps = (
-        _step(traced, n, slot_of, is_hooked=n in hooked, is_announced=n in announced, is_repeated=runs[n] > 1)
+        _step(
+            traced,
+            n,
+            slot_of,
+            is_hooked=n in hooked,
+            is_announced=n in announced,
+            is_repeated=runs[n] > 1,
+            has_contexts=has_contexts,
+        )
         for n in range(len(traced.operations))
     )
     return Program(
@@ -187,7 +198,14 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
 
 
 def _step(
-    traced: TracedModule, n: int, slot_of: dict[fx.Node, int], *, is_hooked: bool, is_announced: bool, is_repeated: bool
+    traced: TracedModule,
+    n: int,
+    slot_of: dict[fx.Node, int],
+    *,
+    is_hooked: bool,
+    is_announced: bool,
+    is_repeated: bool,
+    has_contexts: bool,
 ) -> Step:
     operation = traced.operations[n]
     own = [p for p in operation.parts if p not in operation.effects]
@@ -196,22 +214,27 @@ def _step(
     # Effects that others read live in the storage of what they write.
     written = traced.written | {i for i in read if any(i in o.effects for o in traced.operations)}
     external = [i for i in read if i.op == "placeholder" or i in written]
+    kept = tuple(slot_of[i] for i in external if i in written and not _only_writes(own, i))
+    effects = tuple(slot_of[p] for p in effect_outputs(operation))
+    is_output = n in traced.outputs
+    is_special = is_hooked or is_announced or is_output or has_contexts or operation.is_random or bool(kept or effects)
     return Step(
         operation,
         compile_operation(operation, slot_of, is_first=True),
         compile_operation(operation, slot_of, is_first=False),
         tuple(slot_of[p] for p in operation.outputs),
-        tuple(slot_of[p] for p in effect_outputs(operation)),
+        effects,
         tuple(slot_of[i] for i in made),
         tuple(traced.producer[i] for i in made),
         tuple(slot_of[i] for i in external if i not in written),
         tuple(slot_of[i] for i in operation.writes if i in slot_of),
-        tuple(slot_of[i] for i in external if i in written and not _only_writes(own, i)),
+        kept,
         is_hooked,
         is_announced,
-        n in traced.outputs,
+        is_output,
         is_repeated,
         common_contexts(operation.parts),
+        not is_special,
     )
 
 

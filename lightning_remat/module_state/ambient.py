@@ -55,6 +55,10 @@ class Ambient:
             tuple(read() for read, _ in _ALGORITHMS),
         )
 
+    def is_current(self) -> bool:
+        """Whether these settings are in force."""
+        return self == Ambient.current(d for d, _, _ in self.autocast)
+
     @contextmanager
     def restored(self) -> Generator[None, None, None]:
         """These settings, where they differ from those in force."""
