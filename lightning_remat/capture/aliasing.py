@@ -125,6 +125,9 @@ class WriteWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_EXCHANGES = {torch.ops.aten.shallow_copy_data_, torch.ops.aten.shallow_copy_data_.default}
+
+
 class _Recorder(fx.Interpreter):
     """Runs node by node, freeing values after their last use."""
 
@@ -144,8 +147,8 @@ class _Recorder(fx.Interpreter):
         for i, tensors in inputs.items():
             for t in tensors:
                 storage, owner = stored[t]
-                # `t.data = other` gives it another storage, which is no change among autograd's versions.
-                is_written = (t in before and t._version != before[t]) or tensor_storage(t) is not storage
+                # `t.data = other` is no change among autograd's versions.
+                is_written = (t in before and t._version != before[t]) or (n.target in _EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
                     entry.writes |= set(owner) or {i}
         if n.op != "output":

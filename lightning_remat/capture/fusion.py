@@ -19,14 +19,20 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
     that touches this storage: a recomputation then never meets a half-written value. A group runs where its last
     part stood. Where that would change the order of random draws, of reads and writes of a buffer, or of three or more
     gradient contributions to one value, the nodes in between are fused too, so that results stay bitwise equal.
-    Effects are parts of the operation that follows them.
+    Effects are parts of the operation that follows them. What lies in a transform of `torch.func` is one operation.
 
     Args:
         graph: The captured graph.
         records: What its nodes did.
         effects: The nodes that only write into what lives outside the graph.
     """
-    nodes = [n for n in graph.nodes if n.op.startswith("call") and (records[n].has_tensors or records[n].writes)]
+    spans = _transforms(graph)
+    inner = {n for span in spans for n in span}
+    nodes = [
+        n
+        for n in graph.nodes
+        if n.op.startswith("call") and (records[n].has_tensors or records[n].writes or n in inner)
+    ]
     position = {n: i for i, n in enumerate(graph.nodes)}
     root = {n: n for n in nodes}
 
@@ -41,6 +47,8 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
             if find(other) is not find(first):
                 root[find(other)] = find(first)
 
+    for span in spans:
+        join(span)
     for n in nodes:
         for owner in records[n].writes:
             if owner in root:
@@ -60,6 +68,23 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
         if not (clash := _reordered(ordered, position, records, written)):
             return ordered
         join(clash)
+
+
+def _transforms(graph: fx.Graph) -> list[list[fx.Node]]:
+    """What lies in each outermost transform (`vmap`), from its beginning to its end: its tensors live only there."""
+    found: list[list[fx.Node]] = []
+    depth = 0
+    for n in graph.nodes:
+        name = getattr(n.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            if not depth:
+                found.append([])
+            depth += 1
+        if depth and n.op.startswith("call"):
+            found[-1].append(n)
+        if name.endswith("_decrement_nesting"):
+            depth -= 1
+    return found
 
 
 def _join_effects(

@@ -134,11 +134,6 @@ def traced_graph(
     owned = _owned(module, placeholders, values, given)
     if (reason := lift_contexts(graph, is_grad_enabled=True)) is not None:
         raise TraceError(f"{type(module).__name__}: {reason}")
-    if any("shallow_copy_data_" in str(n.target) for n in graph.nodes):
-        raise TraceError(
-            f"{type(module).__name__} gives a tensor other memory by assigning to its .data, which no version "
-            "counter tells of. Remedy: write into it (copy_)"
-        )
     reasons = replace_functions(root, owned)
     records = record(root, values)
     if is_out_of_place:

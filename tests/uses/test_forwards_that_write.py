@@ -295,14 +295,14 @@ COPIED = pytest.mark.xfail(
 CASES = [
     Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch,
     pytest.param(InputReadByItem, marks=TOO_SMALL), Appends, Dictionary, RemembersOutput, AttributeOnOutput,
-    AttributeOnResult, HookFillsList, Average, AverageByDataCopy, AverageAfter, pytest.param(Queue, marks=COPIED),
+    AttributeOnResult, HookFillsList, Average, AverageByData, AverageByDataCopy, AverageAfter, pytest.param(Queue, marks=COPIED),
     CodeBook, CacheGrows, LazyTable, Statistics, ModuleMadeInForward, Two,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [Deque, AverageByData])
+@pytest.mark.parametrize("case", [Deque])
 def test_what_cannot_be_followed_is_left_alone(case: type[Halves]) -> None:
-    """TorchDynamo itself keeps the oldest item of a full deque; nothing tells of an assignment to `.data`."""
+    """TorchDynamo itself keeps the oldest item of a full deque."""
     assert outcome_of(case) in Outcome.EXACT | Outcome.REFUSED
 
 
