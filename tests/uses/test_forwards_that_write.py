@@ -295,8 +295,8 @@ COPIED = pytest.mark.xfail(
 CASES = [
     Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch,
     pytest.param(InputReadByItem, marks=TOO_SMALL), Appends, Dictionary, RemembersOutput, AttributeOnOutput,
-    AttributeOnResult, HookFillsList, Average, AverageByData, AverageByDataCopy, AverageAfter, pytest.param(Queue, marks=COPIED),
-    CodeBook, CacheGrows, LazyTable, Statistics, ModuleMadeInForward, Two,
+    AttributeOnResult, HookFillsList, Average, AverageByData, AverageByDataCopy, AverageAfter,
+    pytest.param(Queue, marks=COPIED), CodeBook, CacheGrows, LazyTable, Statistics, ModuleMadeInForward, Two,
 ]  # fmt: skip
 
 
