@@ -264,7 +264,7 @@ CASES = [
     ParameterReplaced, ParameterResized, BufferReplaced, Frozen, ForwardReplaced, ForwardReplacedFirst, LayerReplaced,
     Reordered, Grows, Tied, GlobalGenerators, OwnGenerator, slow(OwnNumpyGenerator), RandomDepth,
     slow(ReturnsItsInput), LayerDrop, slow(Recurrent), slow(Packed),
-    failing(HooksComeAndGo, "TorchDynamo guards no hooks of submodules (skip_nnmodule_hook_guards)"),
+    HooksComeAndGo,
     failing(ShallowCopy, "the forward of a shallow copy is bound to the original"),
     failing(OwnPythonGenerator, "TorchDynamo draws from it before the graph runs, which planning does not undo"),
 ]  # fmt: skip
