@@ -262,7 +262,9 @@ def _operation(
         outputs=outputs,
         inputs=tuple(inputs),
         view_of=base if is_view else None,
-        writes=tuple(dict.fromkeys(o for n in own for o in records[n].writes if o.op == "placeholder")),
+        writes=tuple(
+            sorted({o for n in own for o in records[n].writes if o.op == "placeholder"}, key=lambda o: o.name)
+        ),
         effects=effects.intersection(parts),
         is_random=any(records[n].is_random for n in own),
         is_permuted=any(records[n].is_permuted for n in own),
