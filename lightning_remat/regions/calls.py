@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..capture.dynamo import CapturedGraph, Run, forward_of
 from ..capture.tracer import out_of_place, trace, traced_graph
+from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
@@ -242,7 +243,7 @@ def _as_call(frame: _Frame, name: str) -> Call:
 
 def _unpack_nothing(nothing: None) -> Tensor:
     del nothing
-    raise RuntimeError("backward through a step that was only looked through")
+    raise TraceError("it differentiates within its forward, where nothing is held: leave that part out (modules=...)")
 
 
 class _SavedBetween:
