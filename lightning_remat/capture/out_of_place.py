@@ -20,7 +20,9 @@ _FUNCTIONS = {
     functional.hardsigmoid,
     functional.mish,
     functional.leaky_relu,
+    functional.hardtanh,  # ReLU6 is one
 }
+_PLACES = {functional.leaky_relu: 2, functional.hardtanh: 3}  # of the flag; 1 for the others
 _IN_PLACE: dict[Any, Any] = {
     "relu_": torch.relu,
     torch.relu_: torch.relu,
@@ -60,7 +62,7 @@ def _out_of_place(n: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """What computes the same without writing: target, args and kwargs; the target None where nothing is known."""
     if n.target in _FUNCTIONS:
         kwargs = {name: value for name, value in n.kwargs.items() if name != "inplace"}
-        place = 2 if n.target is functional.leaky_relu else 1
+        place = _PLACES.get(n.target, 1)
         return n.target, n.args[:place], kwargs
     return _IN_PLACE.get(n.target), n.args, dict(n.kwargs)
 
