@@ -109,7 +109,6 @@ class CompiledForward:
     def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True) -> None:
         self.function, self.is_whole = forward, is_whole
         self.is_exhausted = False
-        self._numbers: dict[CapturedGraph, int] = {}
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
@@ -141,10 +140,6 @@ class CompiledForward:
             raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
         finally:
             self._local.run = before
-
-    def number_of(self, graph: CapturedGraph) -> int:
-        """Its place among the graphs that were asked for, in the order of their first calls."""
-        return self._numbers.setdefault(graph, len(self._numbers))
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
