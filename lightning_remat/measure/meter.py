@@ -114,7 +114,11 @@ def _tensors(include: Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:
 
 
 def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor, or None for layouts that have none of their own (sparse, wrappers)."""
+    """The storage of a tensor, or None for layouts that have none of their own (sparse, wrappers).
+
+    A tensor that is spread over processes stands for the part that lies here.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is not torch.strided:
         return None
     try:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, Run, forward_of
-from ..capture.tracer import out_of_place, trace, traced_graph
+from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of
+from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
+from ..module_state.sharding import gathered_modules, has_units, settled, stand_ins, whole_parts
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import storage_key
 from ..profiling.profiler import profile, profile_call
@@ -34,8 +35,8 @@ class Call:
         kwargs: Keyword arguments, likewise.
         ambient: The settings (autocast) under which it was called.
         outputs: The storages that it returned; dead once nobody holds them.
-        part: One of the graphs of the submodule's forward that runs, where it is no single graph; `args` are then the
-            tensors that come into it.
+        part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
+            graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
     """
 
     name: str
@@ -47,9 +48,14 @@ class Call:
     part: Part | None = None
 
     @property
+    def is_divided(self) -> bool:
+        """Whether this is one of several graphs of a forward."""
+        return self.part is not None and not self.part.is_whole
+
+    @property
     def trains(self) -> bool:
         """Whether it has parameters to train: a graph may hold but what goes on around them."""
-        if self.part is None:
+        if self.part is None or self.part.is_whole:
             return any(p.requires_grad for p in self.module.parameters())
         return any(isinstance(v, nn.Parameter) and v.requires_grad for v in self.part.values)
 
@@ -78,16 +84,18 @@ class Call:
         with self.ambient.restored():
             if self.part is None:
                 return profile(traced, *self.args, **options, **self.kwargs)
-            return profile_call(traced, self.part.values, tensors_in(self.args), **options)
+            return profile_call(traced, stand_ins(self.part.values), tensors_in((self.args, self.kwargs)), **options)
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
-        assert self.part is not None
-        forward = forward_of(self.module, is_whole=False)
-        given = tensors_in(self.args)
+        part = self.part
+        assert part is not None
+        if part.graph is None:
+            assert part.failure is not None
+            raise not_one_graph(self.module, part.failure) from part.failure
+        forward = forward_of(self.module, is_whole=part.is_whole)
+        given, values = tensors_in((self.args, self.kwargs)), stand_ins(part.values)
         with torch.enable_grad():
-            return traced_graph(
-                self.module, forward, self.part.graph, self.part.values, given, is_out_of_place=is_out_of_place
-            )
+            return traced_graph(self.module, forward, part.graph, values, given, is_out_of_place=is_out_of_place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +104,16 @@ class Part:
 
     Attributes:
         graph: What TorchDynamo captured.
-        values: Of its placeholders; those that come from elsewhere in the step are detached.
+        values: Of its placeholders; those that come from elsewhere in the step are detached. Parameters that are
+            gathered for the forward alone are empty afterwards.
+        is_whole: Whether it is all of the forward: of a module that can be captured only while it runs.
+        failure: Why that was not possible.
     """
 
-    graph: CapturedGraph
+    graph: CapturedGraph | None
     values: list[Any]
+    is_whole: bool = False
+    failure: CaptureError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +160,16 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     divided, whole = _divided(modules)
     in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
     watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
+    gathered = gathered_modules(root)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
     between = _SavedBetween([*root.parameters(), *root.buffers()])
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frames.append(frames[-1].call(module, args, kwargs, is_outermost=len(frames) == 1))
+        is_outermost = len(frames) == 1
+        frames.append(frames[-1].call(module, args, kwargs, is_outermost=is_outermost))
+        if is_outermost and module in gathered and torch.is_grad_enabled():
+            frames[-1].part = _captured_now(module, args, kwargs)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -183,6 +200,7 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         with (
+            settled(root),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, _unpack_nothing),
         ):
@@ -205,6 +223,14 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     return View(calls, between.bytes_beside(calls))
 
 
+def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+    """The graph of a forward that is about to run, whose parameters are there only now."""
+    try:
+        return Part(*forward_of(module).bind(module, args, kwargs), is_whole=True)
+    except CaptureError as error:
+        return Part(None, [], is_whole=True, failure=error)
+
+
 def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
     return forward_of(module, is_whole=False).call(run, module, args, kwargs)
 
@@ -225,7 +251,7 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
     places: dict[nn.Module, dict[CapturedGraph, int]] = {}
     for frame in frames:
         name = names[frame.module]
-        if frame.part is not None:
+        if frame.part is not None and frame.part.graph is not None and not frame.part.is_whole:
             own = places.setdefault(frame.module, {})
             name = f"{name}[{own.setdefault(frame.part.graph, len(own))}]"
         yield name
@@ -235,10 +261,12 @@ def _as_call(frame: _Frame, name: str) -> Call:
     if frame.part is None:
         args, kwargs = detached((frame.args, frame.kwargs))
         return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs)
-    graph, values = frame.part.graph, frame.part.values
-    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in frame.args}
-    part = Part(graph, [apart.get(id(v), v) for v in values])
-    return Call(name, frame.module, tuple(apart.values()), {}, frame.ambient, frame.outputs, part)
+    leaves, structure = flatten((frame.args, frame.kwargs))
+    tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
+    apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
+    args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
+    part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
+    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part)
 
 
 def _unpack_nothing(nothing: None) -> Tensor:
@@ -331,7 +359,7 @@ def _through(frame: _Frame) -> _Frame:
 
 def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
     if modules is None:
-        return list(names)
+        return list(whole_parts(root)) if has_units(root) else list(names)
     by_name = dict(submodules(root))
     resolved: list[nn.Module] = []
     for item in modules:

@@ -20,6 +20,7 @@ from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
+from ..module_state.sharding import settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View, look_through
 from ..regions.footprint import (
@@ -113,7 +114,10 @@ class LightningTrial:
     def undone(self) -> Generator[None]:
         """Nothing that the block does to module, trainer, optimizers, loggers or random states stays."""
         trainer = self.trainer
-        with preserved([trainer.lightning_module], state_holders(trainer)), silent(trainer), torch.enable_grad():
+        module = trainer.lightning_module
+        with settled(module):  # before it is recorded
+            pass
+        with preserved([module], state_holders(trainer)), silent(trainer), settled(module), torch.enable_grad():
             yield
 
     def batch_of(self, batch_size: int) -> Any:
