@@ -1,7 +1,6 @@
-import contextlib
+import collections
 import copy
 import gc
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
 from random_modules import modules
-from rewriting import rewrite
+from rewriting import counted_runs, rewrite
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_steps import assert_equal_traces, step_peak, traces
@@ -18,7 +17,6 @@ from training_steps import assert_equal_traces, step_peak, traces
 from lightning_remat import ScheduleError, is_recomputing, profile, simulate, trace
 from lightning_remat.execution import executor as executor_module
 from lightning_remat.execution.program import compile_schedule
-from lightning_remat.execution.rewriter import watched
 from lightning_remat.lowering import apply_liveness, lower_kept
 from lightning_remat.schedules.schedule import Schedule
 
@@ -30,19 +28,6 @@ def plain_traces(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     except RuntimeError as error:
         assume("modified by an inplace operation" not in str(error))
         raise
-
-
-@contextlib.contextmanager
-def counted_runs(module: nn.Module) -> Generator[list[str]]:
-    """Names of the operations that the executor runs inside, in order."""
-    runs: list[str] = []
-
-    class Counts:
-        def ended(self, name: str, made: list[object], *, is_first: bool) -> None:
-            runs.append(name)
-
-    with watched(module, Counts()):
-        yield runs
 
 
 common = settings(
@@ -70,10 +55,11 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
             found = traces(ours, [x, x + 1])
         assert_equal_traces(plain, found)
         # Where a base is made again within the forward while a view of its first run is alive, there are two storages,
-        # and a view may be made once more than planned.
+        # and a view may be made once more than planned. What a random schedule recomputes for the backward of an
+        # operation that has none, no backward asks for.
         if not in_forward:
             planned = [graph.nodes[a.node].name for a in schedule if a.kind == "F"]
-            assert sorted(runs) == sorted(2 * planned)
+            assert not collections.Counter(runs) - collections.Counter(2 * planned)
 
     check()
 
@@ -91,7 +77,8 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
         graph = profile(traced, x, repeats=1)
         # The gradients of an operation with several outputs come one by one in a step, together in its profile.
         assume(all(node.num_outputs == 1 for node in graph.nodes))
-        schedule = data.draw(schedules(graph, in_forward=False))
+        # The executor lets go of what nothing reads any more, however late the schedule discards it.
+        schedule = apply_liveness(graph, data.draw(schedules(graph, in_forward=False)))
         note(f"{schedule}")
         plain_traces(copy.deepcopy(module), x)
         rewrite(module, schedule, x)
