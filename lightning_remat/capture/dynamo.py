@@ -206,9 +206,15 @@ def _dynamic(tensors: Iterable[Tensor]) -> Generator[None]:
                 del t._dynamo_weak_dynamic_indices  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_RAISED = "Developer debug context: raised exception "
+
+
 def _first_lines(error: BaseException) -> str:
-    """The sentence in which TorchDynamo says why."""
+    """The sentence in which TorchDynamo says why; where it only met an error of the user's, that one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = next((line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)), None)
+    if raised is not None:
+        return f"it raises {raised}"
     explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
     return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
 
