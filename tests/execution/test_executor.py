@@ -12,7 +12,7 @@ from random_modules import modules
 from rewriting import counted_runs, rewrite
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_steps import assert_equal_traces, step_peak, traces
+from training_steps import LOSS_BYTES, assert_equal_traces, step_peak, traces
 
 from lightning_remat import ScheduleError, is_recomputing, profile, simulate, trace
 from lightning_remat.execution import executor as executor_module
@@ -119,6 +119,38 @@ def test_what_others_hold_is_not_emptied_when_it_is_recomputed_within_the_forwar
     assert torch.equal(module(x), plain)
     assert torch.equal(*held)
     held.clear()  # a module that holds its own outputs holds their step, which holds the module
+
+
+class SavesAnItem(nn.Module):
+    """What reads an item of a tuple saves the tuple's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.cell(x, (x, x))
+        return self.head(hidden).sigmoid()
+
+
+def test_a_value_that_is_gone_before_it_is_saved_is_not_held() -> None:
+    x = torch.randn(4096, 8)
+    graph = profile(trace(SavesAnItem(), x), x)
+    assert [n.saved for n in graph.nodes[2:]] == [(0,), (3,)]
+    schedule = Schedule.parse("F0 T0 F1 D0 F2 D1 F3 D2 B3 D3 F0 T0 B2 D0 B1 F0 D0 B0 T0")
+    plain, ours = SavesAnItem(), SavesAnItem()
+    ours.load_state_dict(plain.state_dict())
+    rewrite(ours, schedule, x)
+    assert_equal_traces(traces(plain, [x]), traces(ours, [x]))
+    assert step_peak(ours, x) - LOSS_BYTES <= simulate(graph, schedule).peak_bytes
+
+
+def test_a_view_that_sleeps_is_not_what_a_backward_reads() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(8, 2, 2)
+    plain = copy.deepcopy(module)
+    rewrite(module, Schedule.parse("F0 F1 F2 F3 D2 F2 F4 D2 D3 B4 D4 B3 B2 B1 D1 D0 B0"), x)
+    assert_equal_traces(traces(plain, [x]), traces(module, [x]))
 
 
 def test_backwards_out_of_order_are_refused() -> None:
