@@ -147,7 +147,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     """
     order = Order.of(traced, schedule)
     slot_of = slots(traced)
-    hooked = hooked_operations(schedule, graph)
+    hooked = hooked_operations(schedule, graph, order)
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after)
     announced = {n for k, n in enumerate(order.backwards) if any(what == Do.RUN_AGAIN for what, _ in lines.before[k])}
