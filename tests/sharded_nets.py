@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torchvision.models.resnet import BasicBlock
 
 WIDTH = 32
 
@@ -47,7 +48,7 @@ class Transformer(nn.Module):
 def shard(module: nn.Module, **options: Any) -> nn.Module:
     """The module, its blocks and stages under `fully_shard`."""
     for inner in module.modules():
-        if isinstance(inner, Block):
+        if isinstance(inner, (Block, BasicBlock)):
             fully_shard(inner, **options)
     if isinstance(module, Transformer) and len(module.stages) > 1:
         for stage in module.stages:

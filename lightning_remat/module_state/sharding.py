@@ -68,6 +68,11 @@ def groups_of(unit: nn.Module) -> list[Any]:
     return cast(Any, unit)._get_fsdp_state()._fsdp_param_groups
 
 
+def gathering_units(root: nn.Module) -> list[nn.Module]:
+    """The units that gather parameters of their own."""
+    return [m for m in root.modules() if is_unit(m) and groups_of(m)] if has_units(root) else []
+
+
 def reason_against_units(root: nn.Module) -> str | None:
     """Why the units of a module cannot be rematerialized, with the remedy, or None."""
     for path, module in root.named_modules():

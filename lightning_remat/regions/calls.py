@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,11 @@ from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
-from ..module_state.sharding import gathered_modules, has_units, settled, stand_ins, whole_parts
+from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, stand_ins, whole_parts
 from ..operations.operation import TracedModule
-from ..operations.saved_tensors import storage_key
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
+from .saved_between import SavedBetween
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Call:
         outputs: The storages that it returned; dead once nobody holds them.
         part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
             graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
+        tick: When it began, in the order of all that the step was seen to do.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Call:
     ambient: Ambient
     outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
     part: Part | None = None
+    tick: int = 0
 
     @property
     def is_divided(self) -> bool:
@@ -117,16 +120,35 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """The forward of a unit under `fully_shard` begins or ends.
+
+    Attributes:
+        unit: The module.
+        tick: When, as of calls.
+        begins: Which of both.
+        has_gradient: Whether a tensor that comes into it has a gradient.
+    """
+
+    unit: nn.Module
+    tick: int
+    begins: bool
+    has_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """What a step was seen to do when it was looked through.
 
     Attributes:
         calls: The chosen calls, in order.
         saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
+        moments: Of the units under `fully_shard`, in order.
     """
 
     calls: list[Call]
     saved_bytes: int
+    moments: tuple[Moment, ...] = ()
 
 
 class NoCallError(ValueError):
@@ -163,7 +185,18 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     gathered = gathered_modules(root)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
-    between = _SavedBetween([*root.parameters(), *root.buffers()])
+    between = SavedBetween([*root.parameters(), *root.buffers()])
+
+    moments: list[Moment] = []
+
+    def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        moments.append(Moment(module, next(top.clock), True, has_gradient))
+        between.own(module.parameters())  # as gathered, which are others than the shards
+
+    def end_unit(module: nn.Module, args: Any, output: Any) -> None:
+        del args, output
+        moments.append(Moment(module, next(top.clock), False, True))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = len(frames) == 1
@@ -196,6 +229,9 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     try:
         for module in in_parts:
             vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
+        for module in gathering_units(root):
+            handles.append(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
+            handles.append(module.register_forward_hook(end_unit))
         for module in watched:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
@@ -220,7 +256,9 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
     calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-    return View(calls, between.bytes_beside(calls))
+    return View(
+        calls, between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs))), tuple(moments)
+    )
 
 
 def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
@@ -260,45 +298,18 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
 def _as_call(frame: _Frame, name: str) -> Call:
     if frame.part is None:
         args, kwargs = detached((frame.args, frame.kwargs))
-        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs)
+        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, tick=frame.tick)
     leaves, structure = flatten((frame.args, frame.kwargs))
     tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
     apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
     args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
     part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
-    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part)
+    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
 
 
 def _unpack_nothing(nothing: None) -> Tensor:
     del nothing
     raise TraceError("it differentiates within its forward, where nothing is held: leave that part out (modules=...)")
-
-
-class _SavedBetween:
-    """What the code outside the chosen calls saves for its backward; none of it is held."""
-
-    def __init__(self, owned: list[Tensor]) -> None:
-        self.owned = {key for t in owned if (key := storage_key(t)) is not None}
-        self.noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self.gone_bytes = 0
-
-    def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
-        """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""
-        storage, key = tensor_storage(tensor), storage_key(tensor)
-        if storage is None or key is None or key in self.owned or any(r() is storage for r in returned):
-            return
-        known = self.noted.get(key)
-        if known is not None and known[0]() is storage:
-            return
-        if known is not None:  # it has died, and its place was taken
-            self.gone_bytes += known[1]
-        self.noted[key] = weakref.ref(storage), storage.nbytes()
-
-    def bytes_beside(self, calls: Sequence[Call]) -> int:
-        """Bytes of all that was noted and is not an input of the calls."""
-        inputs = [t for call in calls for t in tensors_in((call.args, call.kwargs))]
-        held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
-        return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
 
 
 class _Frame:
@@ -317,13 +328,14 @@ class _Frame:
         self.is_trainable = self.is_differentiable = False
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = _nothing
+        self.clock, self.tick = itertools.count(), 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
         mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
         is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
         holds = is_outermost or is_handed_on
         frame = _Frame(module, args if holds else (), kwargs if holds else {})
-        frame.is_handed_on = is_handed_on
+        frame.is_handed_on, frame.tick = is_handed_on, next(self.clock)
         self.children.append(frame)
         return frame
 

@@ -27,6 +27,7 @@ from ..schedules.schedule import Schedule
 from .calls import View, look_through, submodules
 from .fit import check_fit
 from .footprint import outside_bytes
+from .gathering import gathering_of
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import step_peak, untouched
 
@@ -92,7 +93,7 @@ def rewrite_regions(
         reasons=(str(error), *regions.reasons),
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
-    around = Surroundings(max(all_ranks(module, lambda: outside)), 0, is_alone=True)
+    around = Surroundings(max(all_ranks(module, lambda: outside)), 0, is_alone=True, gathering=gathering_of(view))
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     try:
         return _fitted(parts, around, budget_of, planner)

@@ -31,6 +31,7 @@ from ..regions.footprint import (
     outside_bytes,
     storage_bytes,
 )
+from ..regions.gathering import gathering_of
 from . import ranks
 from .loaders import keeps_last_batch, num_samples_in
 from .private_api import (
@@ -173,6 +174,7 @@ class LightningTrial:
             resident_bytes=outside_bytes(self.trainer.lightning_module, view, batch) + optimizer.state_bytes,
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self._num_accumulated(batch_size) > 1,
+            gathering=gathering_of(view),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 
