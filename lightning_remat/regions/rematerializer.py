@@ -57,6 +57,10 @@ def rematerialize(
     captured share the budget, and the planned step is run once or twice, without a trace, to measure what the code
     between them needs. `plan.rung` and `plan.reasons` tell which way was taken and why; so does the log, once.
 
+    So is a module under `fully_shard` (FSDP2), by a call on every process: the outermost parts that go through no more
+    than one gather are captured as they run. The budget is that of one process, on which shards, gathers and full
+    gradients count; all processes have the plan that the first one makes of its profile.
+
     >>> import torch
     >>> from torch import nn
     >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(8)]
