@@ -116,16 +116,6 @@ class Program:
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
 
-    def __deepcopy__(self, memo: Any) -> Program:
-        return self  # bound to no module
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # pickling a rewritten module yields the plain module
-
-
-def _nothing() -> None:
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class SlotOf:
