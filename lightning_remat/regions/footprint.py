@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..devices import allocated_bytes, counts_memory
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_peak, tensor_storage
 from ..measure.stopwatch import Stopwatch
@@ -27,9 +28,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def alive_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes alive on the device: what CUDA's allocator counts, on the CPU the module's parameters and buffers."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    """Bytes alive on the device: what its allocator counts, on the CPU the module's parameters and buffers."""
+    if counts_memory(device):
+        return allocated_bytes(device)
     return storage_bytes([*module.parameters(), *module.buffers()])
 
 
