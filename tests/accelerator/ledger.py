@@ -1,4 +1,4 @@
-"""Builds and loads the device of `ledger.cpp`: what PyTorch asks of its module, and what tests set and count."""
+"""Builds and loads the device of the tests: what PyTorch asks of its module, and what tests set and count."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
 NAME = "ledger"
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).parent / "device" / "ledger.cpp"
 UNLIMITED = 1 << 40
 
 
@@ -27,6 +26,8 @@ def check_tools() -> None:
     Raises:
         MissingToolError: No compiler, or no ninja.
     """
+    from torch.utils import cpp_extension  # every test would wait for it
+
     for tool in ("ninja", cpp_extension.get_cxx_compiler()):
         if shutil.which(tool) is None:
             raise MissingToolError(f"the device of the tests is built by {tool}, which is not installed")
@@ -41,8 +42,10 @@ def load() -> None:
     Raises:
         MissingToolError: No compiler, or no ninja.
     """
+    from torch.utils import cpp_extension
+
     check_tools()
-    folder = SOURCE.parent / "build" / torch.__version__
+    folder = Path(__file__).parent / "build" / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "building").open("w") as building, warnings.catch_warnings():
         fcntl.flock(building, fcntl.LOCK_EX)
