@@ -6,6 +6,8 @@ import fcntl
 import shutil
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -64,6 +66,16 @@ def set_limit(count: int, device: int = 0) -> None:
 def num_out_of_memory(device: int = 0) -> int:
     """How often the device has run out of memory."""
     return torch.ops.ledger.num_out_of_memory(device)
+
+
+@contextmanager
+def busy(seconds: float) -> Iterator[None]:
+    """Every kernel of the block keeps its device busy for that long after the call has returned."""
+    torch.ops.ledger.set_kernel_time(seconds)
+    try:
+        yield
+    finally:
+        torch.ops.ledger.set_kernel_time(0.0)
 
 
 def num_synchronizations() -> int:

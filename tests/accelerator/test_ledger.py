@@ -14,10 +14,12 @@ from remat_runs import network
 from lightning_remat import rematerialize
 from lightning_remat.devices import allocated_bytes, device_name, empty_cache, memory_info, most_bytes, start_counting
 from lightning_remat.measure.out_of_memory import is_out_of_memory
+from lightning_remat.measure.step_clock import StepClock
 from lightning_remat.measure.stopwatch import Stopwatch
 from lightning_remat.module_state.own_draws import OwnDraws
 
 TESTS = Path(__file__).parents[1]
+KERNEL_SECONDS = 2e-3
 
 
 @pytest.fixture
@@ -94,11 +96,37 @@ def test_generators_of_host_and_device_are_two(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_a_stopwatch_waits_for_the_device(device: torch.device) -> None:
-    before = ledger.num_synchronizations()
-    with Stopwatch(device) as watch:
-        torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
-    assert watch.seconds > 0
+    x, before = torch.ones(8, 8, device=device), ledger.num_synchronizations()
+    with ledger.busy(KERNEL_SECONDS), Stopwatch(device) as watch:
+        for _ in range(10):
+            x = x + x
+        assert not torch.accelerator.current_stream(device).query()  # the host runs ahead
+    assert watch.seconds >= 10 * KERNEL_SECONDS
     assert ledger.num_synchronizations() == before + 1
+
+
+@pytest.mark.gpu
+def test_a_steps_seconds_are_those_of_the_device(device: torch.device) -> None:
+    clock, x = StepClock(device), torch.ones(8, 8, device=device)
+    clock.start()
+    with ledger.busy(KERNEL_SECONDS):
+        for _ in range(2):
+            x = x + x
+            clock.count(4)
+        reading = clock.read()
+    assert reading is not None
+    assert reading.step_seconds >= KERNEL_SECONDS
+    assert reading.peak_bytes == allocated_bytes(device) + 512
+
+
+@pytest.mark.gpu
+def test_a_planners_seconds_are_those_of_the_device(device: torch.device) -> None:
+    module, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(device), torch.ones(8, 8, device=device)
+    with ledger.busy(KERNEL_SECONDS):
+        graph = rematerialize(module, x, memory_budget="100%").graph
+    computed = [node for node in graph.nodes if node.storage_of is None]
+    assert computed
+    assert all(node.forward_seconds >= KERNEL_SECONDS for node in computed)
 
 
 @pytest.mark.gpu

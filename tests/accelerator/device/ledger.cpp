@@ -2,7 +2,8 @@
 //
 // Its memory is the host's and its kernels are the CPU's, called on the same bytes. Its own are what a device has beside
 // kernels: two of them in a process, an allocator that rounds, caches, counts and runs out, generators, streams, events,
-// the autograd engine's thread, autocast. Everything is done when a call returns; whoever waits is counted.
+// the autograd engine's thread, autocast. A kernel's results are there when the call returns, but the device can be made
+// to be busy with it for longer, and whoever waits for that is counted.
 
 #include "crossing.h"
 #include "generators.h"
@@ -139,6 +140,7 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     op.callBoxed(stack);
   }
+  occupy(crossing.device < 0 ? current_device : crossing.device);
   for (const auto& [tensor, host] : outputs) {
     resize_tensor(tensor, host.sizes(), std::nullopt);
     Crossing().to_host(tensor).copy_(host);
@@ -206,17 +208,18 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
-  if (!non_blocking && is_ours(self) != is_ours(target)) {
-    ++synchronizations;
-  }
   Crossing crossing;
   const at::AutoDispatchBelowADInplaceOrView below;
   crossing.to_host(target).copy_(crossing.to_host(self));
+  occupy(crossing.device);
+  if (!non_blocking && is_ours(self) != is_ours(target)) {
+    wait_until(end_of_work(crossing.device));
+  }
   return target;
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  ++synchronizations;
+  wait_until(end_of_work(self.device().index()));
   return Crossing().to_host(self).item();
 }
 
@@ -226,6 +229,7 @@ at::Tensor convolution(
     int64_t groups) {
   Crossing crossing;
   const at::AutoDispatchBelowADInplaceOrView below;
+  occupy(input.device().index());
   return crossing.to_device(at::convolution(
       crossing.to_host(input), crossing.to_host(weight),
       bias.has_value() ? std::optional(crossing.to_host(*bias)) : std::nullopt, stride, padding, dilation, transposed,
@@ -238,6 +242,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     std::array<bool, 3> wanted) {
   Crossing crossing;
   const at::AutoDispatchBelowADInplaceOrView below;
+  occupy(input.device().index());
   const int64_t num_outputs = transposed ? weight.size(1) * groups : weight.size(0);
   const auto [of_input, of_weight, of_bias] = at::convolution_backward(
       crossing.to_host(gradient), crossing.to_host(input), crossing.to_host(weight), at::IntArrayRef{num_outputs},
@@ -308,6 +313,9 @@ TORCH_LIBRARY(ledger, library) {
   });
   library.def("num_out_of_memory(int device) -> int", [](int64_t device) {
     return ledger::allocator().getDeviceStats(device).num_ooms;
+  });
+  library.def("set_kernel_time(float seconds) -> ()", [](double seconds) {
+    ledger::kernel_time = std::chrono::duration_cast<ledger::Clock::duration>(std::chrono::duration<double>(seconds));
   });
   library.def("num_devices() -> int", []() -> int64_t { return ledger::kDevices; });
   library.def("num_synchronizations() -> int", []() -> int64_t { return ledger::synchronizations; });

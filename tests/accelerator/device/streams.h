@@ -1,4 +1,4 @@
-// Streams, on which all is done when it is asked for, and events, which are times.
+// Streams, of which a device works off one after the other, and events, which are times of a device.
 
 #pragma once
 
@@ -14,8 +14,6 @@ namespace ledger {
 using c10::Stream;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  using Clock = std::chrono::steady_clock;
-
   DeviceType type() const override {
     return kLedger;
   }
@@ -57,27 +55,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     streams.at(stream.device_index()) = stream.id();
     return before;
   }
-  bool queryStream(const Stream&) const override {
-    return true;
+  bool queryStream(const Stream& stream) const override {
+    return busy_until.at(stream.device_index()).load() <= Clock::now();
   }
-  void synchronizeStream(const Stream&) const override {
-    ++synchronizations;
+  void synchronizeStream(const Stream& stream) const override {
+    wait_until(end_of_work(stream.device_index()));
   }
-  void synchronizeDevice(DeviceIndex) const override {
-    ++synchronizations;
+  void synchronizeDevice(DeviceIndex device) const override {
+    wait_until(end_of_work(device < 0 ? current_device : device));
   }
-  void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) {
       *event = new Clock::time_point;
     }
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+    *static_cast<Clock::time_point*>(*event) = end_of_work(stream.device_index());
   }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    return event == nullptr || *static_cast<Clock::time_point*>(event) <= Clock::now();
   }
-  void synchronizeEvent(void*) const override {
-    ++synchronizations;
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) {
+      wait_until(*static_cast<Clock::time_point*>(event));
+    }
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Clock::time_point*>(event);
