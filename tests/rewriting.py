@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from training_steps import assert_equal_traces, loss_of, traces
 
 from lightning_remat import Graph, Plan, profile, rematerialize, simulate, trace
 from lightning_remat.execution.program import compile_schedule
-from lightning_remat.execution.rewriter import forced
+from lightning_remat.execution.rewriter import forced, watched
 from lightning_remat.lowering import lower_kept
 from lightning_remat.operations.operation import TracedModule
 from lightning_remat.schedules.schedule import Schedule
@@ -26,6 +27,19 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.does(self.first(x).sigmoid())).sigmoid()
+
+
+@contextlib.contextmanager
+def counted_runs(module: nn.Module) -> Generator[list[str]]:
+    """Names of the operations that the executor runs inside, in order."""
+    runs: list[str] = []
+
+    class Counts:
+        def ended(self, name: str, made: list[object], *, is_first: bool) -> None:
+            runs.append(name)
+
+    with watched(module, Counts()):
+        yield runs
 
 
 def rewrite(module: nn.Module, schedule: Schedule | Iterable[int], *args: Any, **kwargs: Any) -> TracedModule:

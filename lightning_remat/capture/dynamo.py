@@ -21,6 +21,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
+from ..module_state.preserve import preserved_own_generators
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -151,7 +152,7 @@ class CompiledForward:
             raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
         python_state = random.getstate()  # what Python draws is drawn before the graph runs
         try:
-            with torch.enable_grad(), _dynamic(tensors_in((args, kwargs))):
+            with torch.enable_grad(), preserved_own_generators(module), _dynamic(tensors_in((args, kwargs))):
                 self.call(_end_here, module, args, kwargs)
         except _Bound as bound:
             return bound.graph, bound.values
@@ -206,9 +207,15 @@ def _dynamic(tensors: Iterable[Tensor]) -> Generator[None]:
                 del t._dynamo_weak_dynamic_indices  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_RAISED = "Developer debug context: raised exception "
+
+
 def _first_lines(error: BaseException) -> str:
-    """The sentence in which TorchDynamo says why."""
+    """The sentence in which TorchDynamo says why; where it only met an error of the user's, that one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = next((line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)), None)
+    if raised is not None:
+        return f"it raises {raised}"
     explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
     return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
 

@@ -281,7 +281,7 @@ class Execution:
                 f"first run ({len(places)} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it "
                 "out of the rewritten modules"
             )
-        self.tapes[n] = {k: saved[k] for k, _ in own}
+        self.tapes[n] = {k: saved[k].detach() for k, _ in own}  # cut from the graph, which holds the inputs
 
     def _check_output(self, n: int) -> None:
         for slot in self.steps[n].outputs:

@@ -75,24 +75,35 @@ class Order:
         return cls(tuple(first_runs), tuple(backwards), tuple(place), frozenset(revived), split)
 
 
-def hooked_operations(schedule: Schedule, graph: Graph) -> frozenset[int]:
-    """The operations of whose saved values some is discarded between the first run and the backward."""
+def hooked_operations(schedule: Schedule, graph: Graph, order: Order) -> frozenset[int]:
+    """The operations whose saved values are not all there, without a gap, from the first run to the backward.
+
+    A value may be gone before the run that saves it: what reads an item of a tuple saves the tuple's memory. Where
+    outputs are put to sleep, a view is emptied with its base, and with it what saved the view.
+    """
+    there: set[int] = set()
     has_run: set[int] = set()
-    readers: dict[int, list[int]] = {}
+    done: set[int] = set()
     found: set[int] = set()
+    readers: dict[int, list[int]] = {}
     for n, node in enumerate(graph.nodes):
         for j in node.saved:
             readers.setdefault(j, []).append(n)
-    done: set[int] = set()
-    for kind, n in schedule:
+    for position, (kind, n) in enumerate(schedule):
         if kind == "F":
+            there.add(n)
+            if n not in has_run and not there.issuperset(graph.nodes[n].saved):
+                found.add(n)
             has_run.add(n)
         elif kind == "B":
             done.add(n)
         elif kind == "T" and n not in done:
             found.add(n)
         elif kind == "D":
-            found.update(m for m in readers.get(n, ()) if m in has_run and m not in done)
+            there.discard(n)
+            sleeps = bool(order.revived) and position < order.split
+            gone = graph.roots[n] if sleeps else n
+            found.update(m for m in readers.get(gone, ()) if m in has_run and m not in done)
     return frozenset(found)
 
 
@@ -118,7 +129,7 @@ def instructions_of(
     That is a run of another operation, or the backward of a hooked one; others hold what they read themselves.
     """
     actions = list(schedule)
-    drops, released = _last_reads(traced, actions, graph, hooked)
+    drops, released = _last_reads(traced, actions, graph, hooked, order)
     forward: list[Instruction] = [(Do.COMPUTE, c) for c in after.get(-1, ())]
     before: list[list[Instruction]] = []
     pending: list[Instruction] = []
@@ -140,7 +151,7 @@ def instructions_of(
             into.append((Do.DROP_TAPE, n))
         elif order.revived and position < order.split:
             into.append((Do.SLEEP, n))
-        into += [(Do.DROP, j) for j in drops.get(position, ()) if not (order.revived and position < order.split)]
+        into += [(Do.DROP, j) for j in drops.get(position, ())]
     place_of = {n: frozenset(found) for n, found in released.items()}
     return Lines(
         tuple(forward),
@@ -150,9 +161,12 @@ def instructions_of(
 
 
 def _last_reads(
-    traced: TracedModule, actions: Sequence[Action], graph: Graph, hooked: frozenset[int]
+    traced: TracedModule, actions: Sequence[Action], graph: Graph, hooked: frozenset[int], order: Order
 ) -> tuple[dict[int, list[int]], dict[int, set[int]]]:
-    """Where the table lets go of each output: position of a run → outputs; hooked operation → outputs."""
+    """Where the table lets go of each output: position of a run → outputs; hooked operation → outputs.
+
+    What is put to sleep stays until then.
+    """
     last: dict[int, int] = {}  # output in the table -> position of its last read so far
     drops: dict[int, list[int]] = {}
     released: dict[int, set[int]] = {}
@@ -178,6 +192,8 @@ def _last_reads(
             for j in graph.nodes[n].saved:
                 if j in last:
                     last[j] = position
+        elif kind == "D" and order.revived and position < order.split:
+            last.pop(n, None)
         elif kind == "D":
             settle(n)
     for n in list(last):

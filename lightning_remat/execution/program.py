@@ -116,16 +116,6 @@ class Program:
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
 
-    def __deepcopy__(self, memo: Any) -> Program:
-        return self  # bound to no module
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # pickling a rewritten module yields the plain module
-
-
-def _nothing() -> None:
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class SlotOf:
@@ -147,7 +137,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     """
     order = Order.of(traced, schedule)
     slot_of = slots(traced)
-    hooked = hooked_operations(schedule, graph)
+    hooked = hooked_operations(schedule, graph, order)
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after)
     announced = {n for k, n in enumerate(order.backwards) if any(what == Do.RUN_AGAIN for what, _ in lines.before[k])}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..devices import devices_in_use, random_state, set_random_state
-from .recorded_values import Recorder, Undo
+from .recorded_values import Recorder, Undo, generator_undo
 
 
 @contextmanager
@@ -77,6 +77,18 @@ def preserved_random() -> Generator[None]:
         yield
     finally:
         put_back()
+
+
+@contextmanager
+def preserved_own_generators(module: nn.Module) -> Generator[None]:
+    """Restores the random generators that are attributes of a module and its submodules."""
+    attributes = (value for m in module.modules() for value in vars(m).values())
+    undo = [put_back for value in attributes if (put_back := generator_undo(value)) is not None]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
 
 
 def record_random() -> Undo:
