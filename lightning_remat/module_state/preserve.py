@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..devices import devices_in_use, random_state, set_random_state
 from .recorded_values import Recorder, Undo, generator_undo
 
 
@@ -94,14 +95,13 @@ def record_random() -> Undo:
     """What puts the random states of python, numpy and torch on every device back to what they are now."""
     # numpy's global state is the one that users' data sets draw from.
     numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    python_state = random.getstate()
+    states = [(device, random_state(device)) for device in devices_in_use()]
 
     def put_back() -> None:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        for device, state in states:
+            set_random_state(device, state)
 
     return put_back

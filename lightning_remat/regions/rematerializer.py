@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import out_of_place, trace
+from ..devices import device_of
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, checked_program, install, restore
 from ..lowering import lower_kept
@@ -221,7 +221,7 @@ def _budget(
         ValueError: It has none of the accepted forms.
     """
     tensors: list[Tensor] = [*tensors_in((args, kwargs)), *module.parameters()]
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    device = device_of(tensors)
     is_fake = any(isinstance(t, FakeTensor) for t in tensors)
     free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)
 
