@@ -100,6 +100,11 @@ class Found:
         return self.measured_bytes / max(1, self.predicted_bytes) - 1
 
     @property
+    def is_over(self) -> bool:
+        """Whether that is more than a hundredth."""
+        return not self.error and self.excess > 0.01
+
+    @property
     def verdict(self) -> str:
         """In one word."""
         if self.error:
@@ -219,13 +224,13 @@ def cells(found: Found) -> str:
 def summary(rows: Sequence[Found]) -> str:
     """How many are exact, and what they save."""
     count = {verdict: [r for r in rows if r.verdict == verdict] for verdict in ("exact", "wrong", "plain", "failed")}
-    worth = [r.saved for r in rows if not r.error and r.activation_bytes > MATTERS * r.plain_bytes]
-    over = [r for r in rows if not r.error and r.excess > 0.01]
+    half = [r.saved for r in rows if not r.error and r.activation_bytes > MATTERS * r.plain_bytes]
+    over = [r for r in rows if r.is_over]
     return (
         f"Of {len(rows)} networks, {len(count['exact'])} are rematerialized with exactly the plain results, "
         f"{len(count['wrong'])} wrong, {len(count['plain'])} left as they are, {len(count['failed'])} failed. Where "
-        f"activations are more than {MATTERS:.0%} of the plain peak ({len(worth)} networks), the lowest peak saves "
-        f"{statistics.median(worth) if worth else 0:.0%} of them (median). {len(over)} took over 1 % more than predicted."
+        f"activations are more than {MATTERS:.0%} of the plain peak ({len(half)} networks), the lowest peak saves "
+        f"{statistics.median(half) if half else 0:.0%} of them (median). {len(over)} took 1 % more than predicted."
     )
 
 
@@ -233,7 +238,9 @@ def table(rows: Sequence[Found]) -> str:
     """The Markdown page: the command, the summary, the rows, what failed."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES if _is_there(name))
     notes = [f"- {r.name}: {r.error}" for r in rows if r.error]
-    notes += [f"- {r.name}: measured {r.excess:.1%} more than predicted" for r in rows if not r.error and r.excess > 0.01]
+    notes += [
+        f"- {r.name}: measured {r.excess:.1%} more than predicted" for r in rows if not r.error and r.excess > 0.01
+    ]
     lines = [f"`python recipes/benchmarks/architectures.py`, {versions}", "", summary(rows), "", HEADER]
     return "\n".join([*lines, *map(cells, rows), *(["", *notes] if notes else [])]) + "\n"
 

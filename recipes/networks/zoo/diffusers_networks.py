@@ -68,8 +68,7 @@ _TABLE: dict[str, tuple[dict[str, Any], Callable[[], tuple[tuple[Any, ...], dict
         partial(_noise, 2, 4, 4, 16, 16, timestep=_steps, encoder_hidden_states=_words),
     ),
     "ControlNetModel": (
-        {k: v for k, v in CONDITIONED.items() if k != "sample_size"}
-        | {"conditioning_embedding_out_channels": (8, 16)},
+        {k: v for k, v in CONDITIONED.items() if k != "sample_size"} | {"conditioning_embedding_out_channels": (8, 16)},
         partial(
             _noise,
             *(2, 4, 16, 16),
@@ -93,7 +92,8 @@ _TABLE: dict[str, tuple[dict[str, Any], Callable[[], tuple[tuple[Any, ...], dict
         partial(_noise, 2, 4, 16, 16, timestep=_steps, class_labels=_steps),
     ),
     "PixArtTransformer2DModel": (
-        HEADS | {"sample_size": 16, "caption_channels": 32, "cross_attention_dim": 32, "norm_num_groups": 4}
+        HEADS
+        | {"sample_size": 16, "caption_channels": 32, "cross_attention_dim": 32, "norm_num_groups": 4}
         | {"use_additional_conditions": False},
         partial(
             _noise,
@@ -108,7 +108,8 @@ _TABLE: dict[str, tuple[dict[str, Any], Callable[[], tuple[tuple[Any, ...], dict
         partial(_noise, 2, 16, 16, 16, encoder_hidden_states=_words),
     ),
     "SD3Transformer2DModel": (
-        HEADS | {"sample_size": 16, "in_channels": 4, "joint_attention_dim": 32, "caption_projection_dim": 32}
+        HEADS
+        | {"sample_size": 16, "in_channels": 4, "joint_attention_dim": 32, "caption_projection_dim": 32}
         | {"pooled_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 16},
         partial(
             _noise,
@@ -120,7 +121,12 @@ _TABLE: dict[str, tuple[dict[str, Any], Callable[[], tuple[tuple[Any, ...], dict
     ),
     "FluxTransformer2DModel": (
         {"in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16}
-        | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)},
+        | {
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 4, 8),
+        },
         partial(
             _noise,
             *(2, 64, 4),
@@ -132,12 +138,14 @@ _TABLE: dict[str, tuple[dict[str, Any], Callable[[], tuple[tuple[Any, ...], dict
         ),
     ),
     "SanaTransformer2DModel": (
-        HEADS | {"in_channels": 4, "out_channels": 4, "sample_size": 16, "caption_channels": 32}
+        HEADS
+        | {"in_channels": 4, "out_channels": 4, "sample_size": 16, "caption_channels": 32}
         | {"cross_attention_dim": 32, "num_cross_attention_heads": 4, "cross_attention_head_dim": 8},
         partial(_noise, 2, 4, 16, 16, timestep=_steps, encoder_hidden_states=_words),
     ),
     "WanTransformer3DModel": (
-        HEADS | {"attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 16}
+        HEADS
+        | {"attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 16}
         | {"ffn_dim": 64},
         partial(_noise, 2, 4, 4, 16, 16, timestep=_steps, encoder_hidden_states=_words),
     ),

@@ -32,7 +32,10 @@ def _build(name: str, **options: Any) -> nn.Module:
 
 
 def _targets(has_masks: bool, has_keypoints: bool) -> dict[str, Tensor]:
-    target = {"boxes": torch.tensor([[8.0, 8.0, 60.0, 60.0], [20.0, 30.0, 90.0, 100.0]]), "labels": torch.tensor([1, 1])}
+    target = {
+        "boxes": torch.tensor([[8.0, 8.0, 60.0, 60.0], [20.0, 30.0, 90.0, 100.0]]),
+        "labels": torch.tensor([1, 1]),
+    }
     target |= {"masks": torch.ones(2, 128, 128, dtype=torch.uint8)} if has_masks else {}
     target |= {"keypoints": torch.tensor([30.0, 40.0, 1.0]).repeat(2, 17, 1)} if has_keypoints else {}
     return target
@@ -41,6 +44,10 @@ def _targets(has_masks: bool, has_keypoints: bool) -> dict[str, Tensor]:
 def _photographs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     found = [_targets("mask" in name, "keypoint" in name) for _ in range(2)]
     return ((list(images(2, 128)), found), {})
+
+
+def _clips(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(CLIPS.get(name, (2, 3, 8, 64, 64))),), {}
 
 
 def _detection(name: str) -> Architecture:
@@ -61,13 +68,5 @@ TORCHVISION = (
         for name in SEGMENTATION.split()
     ),
     *map(_detection, DETECTION.split()),
-    *(
-        Architecture(
-            "torchvision",
-            name,
-            partial(_build, name),
-            lambda shape=CLIPS.get(name, (2, 3, 8, 64, 64)): ((torch.randn(shape),), {}),
-        )
-        for name in VIDEO.split()
-    ),
+    *(Architecture("torchvision", name, partial(_build, name), partial(_clips, name)) for name in VIDEO.split()),
 )

@@ -31,8 +31,14 @@ GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SEQ2SEQ = {
     **{k: TEXT[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")},
-    **{"d_model": 64, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4},
-    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "decoder_start_token_id": 2},
+    "d_model": 64,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "decoder_start_token_id": 2,
 }
 T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4} | {
     "decoder_start_token_id": 0,
@@ -42,11 +48,15 @@ VISION = {k: v for k, v in TEXT.items() if "token_id" not in k and k != "vocab_s
     "patch_size": 8,
 }
 STAGES = {"depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 48, 64], "image_size": 64}
-WAVES = TEXT | {"conv_dim": (32, 32, 32), "conv_stride": (5, 4, 2), "conv_kernel": (10, 4, 2)} | {
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-}
+WAVES = (
+    TEXT
+    | {"conv_dim": (32, 32, 32), "conv_stride": (5, 4, 2), "conv_kernel": (10, 4, 2)}
+    | {
+        "num_feat_extract_layers": 3,
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4,
+    }
+)
 
 
 def _text() -> Arguments:
@@ -94,10 +104,14 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
         "AutoModelForCausalLM",
         _text,
         {
-            **{name: TEXT for name in "gpt2 gpt_neox gptj opt bloom xglm biogpt persimmon openai-gpt ctrl".split()},
-            **{name: GROUPED for name in "llama mistral gemma gemma2 qwen2 qwen3 phi phi3 stablelm".split()},
-            **{name: GROUPED for name in "starcoder2 cohere olmo olmo2 granite glm nemotron".split()},
-            **{name: GROUPED | EXPERTS for name in "mixtral qwen2_moe qwen3_moe olmoe granitemoe phimoe".split()},
+            **dict.fromkeys(
+                ["gpt2", "gpt_neox", "gptj", "opt", "bloom", "xglm", "biogpt", "persimmon", "openai-gpt", "ctrl"], TEXT
+            ),
+            **dict.fromkeys(
+                ["llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "phi", "phi3", "stablelm"], GROUPED
+            ),
+            **dict.fromkeys(["starcoder2", "cohere", "olmo", "olmo2", "granite", "glm", "nemotron"], GROUPED),
+            **dict.fromkeys(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe"], GROUPED | EXPERTS),
             "gpt_neo": TEXT | {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16},
             "gpt_bigcode": TEXT,
             "gptj": TEXT | {"rotary_dim": 8, "n_inner": 128},
@@ -113,7 +127,8 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
             | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
             | {"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
             "recurrent_gemma": GROUPED | {"lru_width": 64, "attention_window_size": 32},
-            "bamba": GROUPED | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+            "bamba": GROUPED
+            | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
             | {"attn_layer_indices": [1, 3]},
         },
     ),
@@ -132,8 +147,8 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
         "AutoModelForMaskedLM",
         _text,
         {
-            **{name: TEXT for name in "bert roberta electra deberta deberta-v2 mpnet convbert esm".split()},
-            **{name: TEXT for name in "roformer nystromformer modernbert ibert layoutlm camembert".split()},
+            **dict.fromkeys(["bert", "roberta", "electra", "deberta", "deberta-v2", "mpnet", "convbert", "esm"], TEXT),
+            **dict.fromkeys(["roformer", "nystromformer", "modernbert", "ibert", "layoutlm", "camembert"], TEXT),
             "squeezebert": TEXT | {"embedding_size": 64},
             "albert": TEXT | {"embedding_size": 32},
             "rembert": TEXT | {"input_embedding_size": 32, "output_embedding_size": 64},
@@ -151,9 +166,10 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
         "AutoModelForSeq2SeqLM",
         _pairs,
         {
-            **{name: SEQ2SEQ for name in "bart mbart pegasus marian blenderbot m2m_100".split()},
-            **{name: T5 for name in "t5 mt5 longt5".split()},
-            "switch_transformers": T5 | {"num_experts": 4, "num_sparse_encoder_layers": 1}
+            **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], SEQ2SEQ),
+            **dict.fromkeys(["t5", "mt5", "longt5"], T5),
+            "switch_transformers": T5
+            | {"num_experts": 4, "num_sparse_encoder_layers": 1}
             | {"num_sparse_decoder_layers": 1},
         },
     ),
@@ -161,8 +177,8 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
         "AutoModelForImageClassification",
         _images,
         {
-            **{name: VISION for name in "vit beit dinov2 ijepa".split()},
-            **{name: STAGES for name in "convnextv2 resnet regnet poolformer".split()},
+            **dict.fromkeys(["vit", "beit", "dinov2", "ijepa"], VISION),
+            **dict.fromkeys(["convnextv2", "resnet", "regnet", "poolformer"], STAGES),
             "convnext": STAGES,
             "bit": STAGES | {"embedding_size": 32, "hidden_sizes": [32, 64, 64, 128]},
             "pvt": STAGES | {"num_attention_heads": [1, 2, 3, 4]},
@@ -171,16 +187,20 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
             | {"window_size": 4},
             "swinv2": {"image_size": 64, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
             | {"window_size": 4},
-            "segformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 2, 4]},
+            "segformer": {
+                "depths": [1, 1, 1, 1],
+                "hidden_sizes": [16, 32, 48, 64],
+                "num_attention_heads": [1, 2, 2, 4],
+            },
             "mobilenet_v2": {},
             "mobilevit": {"image_size": 64},
         },
     ),
-    ("AutoModelForImageClassificationWithTeacher", _pixels, {"deit": VISION}),
+    ("DeiTForImageClassificationWithTeacher", _pixels, {"deit": VISION}),
     (
         "AutoModel",
         _waves,
-        {name: WAVES for name in "wav2vec2 hubert wavlm sew unispeech data2vec-audio".split()},
+        dict.fromkeys(["wav2vec2", "hubert", "wavlm", "sew", "unispeech", "data2vec-audio"], WAVES),
     ),
     (
         "WhisperForConditionalGeneration",
@@ -210,8 +230,14 @@ def _build(model: str, kind: str, options: dict[str, Any]) -> nn.Module:
     return (entry.from_config(config) if model.startswith("Auto") else entry(config)).train()
 
 
+def _name(kind: str, model: str) -> str:
+    return f"{kind} ({model.removeprefix('AutoModel')})" if model != "AutoModel" else kind
+
+
 TRANSFORMERS = tuple(
-    Architecture("transformers", f"{kind} ({model.removeprefix('AutoModel')})", partial(_build, model, kind, options), f)
+    Architecture(
+        "transformers", f"{kind} ({model.removeprefix('AutoModel')})", partial(_build, model, kind, options), f
+    )
     for model, f, configurations in _TABLE
     for kind, options in configurations.items()
 )
