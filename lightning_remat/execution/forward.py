@@ -47,6 +47,8 @@ class _Forward:
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
+        given = tensors_of(self.values) if self.program.revived else []
+        self.outside = {storage_key(t) for t in given}
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
@@ -211,13 +213,15 @@ class _Forward:
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
 
-        All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
+        All give up their memory. A view that sleeps holds its base, whether that is computed again or not. A view of an
+        input has no memory to give up, and what saved it, which is no reader to the schedule, has the very tensor.
         """
         step = self.program.steps[n]
         outputs = [self.values[slot] for slot in step.outputs]
         if not step.is_output:  # the caller holds what leaves the region
             for t in tensors_of(outputs):
-                t.data = t.data.new_empty(0)
+                if storage_key(t) not in self.outside:
+                    t.data = t.data.new_empty(0)
         if n in self.program.revived:
             self.dormant[n] = outputs
         self.execution.drop(n)

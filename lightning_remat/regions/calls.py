@@ -21,6 +21,7 @@ from ..operations.operation import TracedModule
 from ..operations.saved_tensors import storage_key
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
+from .profiles import known_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,15 @@ class Call:
 
     def profiled(self, traced: TracedModule, **options: Any) -> Graph:
         """The costs of these operations in the call, with the options of `profile`."""
-        with self.ambient.restored():
-            if self.part is None:
+        part, leaves = self.part, flatten((self.args, self.kwargs))[0]
+
+        def made() -> Graph:
+            if part is None:
                 return profile(traced, *self.args, **options, **self.kwargs)
-            return profile_call(traced, self.part.values, tensors_in(self.args), **options)
+            return profile_call(traced, part.values, tensors_in(self.args), **options)
+
+        with self.ambient.restored():
+            return known_profile(traced, leaves if part is None else part.values, options, made)
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
         assert self.part is not None

@@ -18,14 +18,16 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, checked_program, install, restore
 from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
-from ..module_state.nesting import tensors_in
+from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import reason_against
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan, planner_of
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile
+from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .fit import check_fit
+from .profiles import known_profile
 from .rewriter import rewrite_regions
 from .search import is_exchanged
 from .self_check import find_difference
@@ -153,7 +155,12 @@ def _planned(
     Raises:
         InfeasibleBudgetError: It is either way; of the two errors that with the lower peak.
     """
-    graph = profile(traced, *args, **kwargs)
+    leaves = flatten((args, kwargs))[0]
+
+    def profiled(found: TracedModule) -> Graph:
+        return known_profile(found, leaves, {}, lambda: profile(found, *args, **kwargs))
+
+    graph = profiled(traced)
     plain = make_plan(graph, _NO_LIMIT, "keep_all")
     budget_bytes = budget_of(plain.peak_bytes)
     try:
@@ -163,7 +170,7 @@ def _planned(
         if apart is None:
             raise
         try:
-            made = make_plan(profile(apart, *args, **kwargs), budget_bytes, planner)
+            made = make_plan(profiled(apart), budget_bytes, planner)
         except InfeasibleBudgetError as other:
             raise min(error, other, key=lambda e: e.minimum_bytes) from None
         traced, made = apart, replace(made, plain=plain.simulation)

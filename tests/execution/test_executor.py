@@ -153,6 +153,30 @@ def test_a_view_that_sleeps_is_not_what_a_backward_reads() -> None:
     assert_equal_traces(traces(plain, [x]), traces(module, [x]))
 
 
+class TakesTarget(nn.Module):
+    """Its loss saves a view of an input, as language models do with their labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x).sigmoid(), target.view(-1))
+
+
+def test_a_view_of_an_input_that_sleeps_is_what_a_backward_reads() -> None:
+    plain, ours = TakesTarget(), TakesTarget()
+    ours.load_state_dict(plain.state_dict())
+    x, target = torch.randn(8, 4), torch.randint(0, 4, (2, 4))
+    graph = profile(trace(ours, x, target), x, target)
+    assert [n.name for n in graph.nodes] == ["linear", "sigmoid", "view", "cross_entropy"]
+    rewrite(ours, Schedule.parse("F0 F1 D0 F2 D2 F2 F3 D2 B3 D3 T3 B2 B1 D1 B0"), x, target)
+    assert torch.equal(plain(x, target), ours(x, target))
+    plain(x, target).backward()
+    ours(x, target).backward()
+    assert torch.equal(plain.linear.weight.grad, ours.linear.weight.grad)
+
+
 def test_backwards_out_of_order_are_refused() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
