@@ -346,4 +346,4 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return original(self, *args, **kwargs)
 
 
-_run_apart: Callable[..., Any] = torch.compiler.disable(_run, reason="a rematerialized module runs by its schedule")
+_run_apart: Callable[..., Any] = torch.compiler.disable(_run, reason="a rematerialized module runs by its schedule")  # pyright: ignore

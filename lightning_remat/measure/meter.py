@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -122,7 +122,11 @@ def _tensors(include: Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:
 
 
 def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor, or None for layouts that have none of their own (sparse, wrappers)."""
+    """The storage of a tensor, or None for layouts that have none of their own (sparse, wrappers).
+
+    A tensor that is spread over processes stands for the part that lies here.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is not torch.strided:
         return None
     try:
@@ -145,12 +149,38 @@ class StorageMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._pending: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+        self._patches = ExitStack()
+
+    def __enter__(self) -> StorageMeter:
+        """Watches storages that change their size too, as those of gathered parameters, of which no operation tells."""
+        kind: Any = torch.UntypedStorage
+        resize: Callable[..., Any] = kind.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            was_empty = not storage.nbytes()
+            result = resize(storage, size)
+            if was_empty or self._knows(storage):
+                self._add_storage(storage)
+                self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+            return result
+
+        self._patches.callback(setattr, kind, "resize_", resize)
+        kind.resize_ = resized
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves storages alone."""
+        cast(Any, super()).__exit__(*error)
+        self._patches.close()
 
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor`, if it is not counted yet, from now to its death."""
         storage = tensor_storage(tensor)
-        if storage is None:
-            return
+        if storage is not None:
+            self._add_storage(storage)
+
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata  # pyright: ignore[reportPrivateUsage]
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:

@@ -20,6 +20,7 @@ from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import reason_against
+from ..module_state.sharding import has_units
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan, planner_of
 from ..plans.planner import plan as make_plan
@@ -136,6 +137,8 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | TraceError:
     try:
+        if has_units(module):
+            raise TraceError(f"{type(module).__name__} is sharded, so that no more than a unit of it is in one piece")
         if is_exchanged(module):
             raise TraceError(f"{type(module).__name__} holds a compiled part or a bounded deque, which stays as it is")
         return trace(module, *args, **kwargs)
