@@ -16,8 +16,8 @@ from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..plans.plan import StepPlan
 from ..plans.planner import plan
-from ..plans.step_planner import StepPlan
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor

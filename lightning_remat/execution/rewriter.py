@@ -23,7 +23,7 @@ from ..errors import TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan
+from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
 from ..schedules.schedule import Schedule

@@ -22,8 +22,9 @@ from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan, planner_of
+from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
+from ..plans.planner import planner_of
 from ..profiling.profiler import profile
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule

@@ -18,7 +18,7 @@ from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.preserve import record, record_random
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from ..reports.result import Result
 from .lightning_step import LightningTrial
 from .private_api import logged_results

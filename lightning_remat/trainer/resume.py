@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from ..batch_search.settings import Settings
 from ..devices import device_name
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from ..regions.calls import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
