@@ -29,7 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--ledger"):
-        ledger.load()
+        try:
+            ledger.load()
+        except ledger.MissingToolError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture

@@ -98,12 +98,12 @@ def test_the_measured_peak_is_the_allocators(accelerator: torch.device, tmp_path
 
 def test_a_search_fills_a_device_and_training_stays_within_it(accelerator: torch.device, tmp_path: Path) -> None:
     """The budget is what the device has; the size is one that the plain step could not have."""
-    limit = (8 if accelerator.type == ledger.NAME else 512) * MIB
+    limit = (4 if accelerator.type == ledger.NAME else 512) * MIB
     with limited(accelerator, limit):
         total = device_memory(accelerator).total_bytes
         assert total <= limit
         callback = Rematerialization("periodic", max_batch_size=2000)
-        module = seeded(Unlimited, net=network(width=32))
+        module = seeded(Unlimited)
         run(tmp_path, module, callback, max_steps=4, **on_device(accelerator))
         result = callback.result
         assert result is not None
