@@ -109,6 +109,7 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         optimizer_step_bytes=line.through(small.optimizer_step_bytes, large.optimizer_step_bytes)(size),
         is_accumulating=large.is_accumulating,
         seconds=line.seconds(small.seconds, large.seconds, size),
+        gathering=large.gathering,
     )
 
 

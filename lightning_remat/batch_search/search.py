@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ..budget import format_bytes
+from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..measure.device_memory import device_memory
@@ -196,8 +196,7 @@ def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tup
     if most == _OUT_OF_MEMORY:
         uninstall(modules)
         gc.collect()
-        if trial.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(trial.device)
         return [], most
     return modules, most
 

@@ -22,6 +22,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
+from ..module_state.preserve import preserved_own_generators
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -153,7 +154,7 @@ class CompiledForward:
             raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
         python_state = random.getstate()  # what Python draws is drawn before the graph runs
         try:
-            with torch.enable_grad(), _dynamic(tensors_in((args, kwargs))):
+            with torch.enable_grad(), preserved_own_generators(module), _dynamic(tensors_in((args, kwargs))):
                 self.call(_end_here, module, args, kwargs)
         except _Bound as bound:
             return bound.graph, bound.values

@@ -95,12 +95,17 @@ def _bound(
     try:
         return forward.bind(module, args, kwargs)
     except CaptureError as error:
-        raise TraceError(
-            f"{type(module).__name__}.forward cannot be captured as one graph: {error}"
-            f"{f' ({error.where})' if error.where else ''}. Remedy: keep what cannot be captured outside the forward, "
-            "or in a submodule of its own",
-            where=error.where,
-        ) from error
+        raise not_one_graph(module, error) from error
+
+
+def not_one_graph(module: nn.Module, error: CaptureError) -> TraceError:
+    """The error of a forward that TorchDynamo did not capture."""
+    return TraceError(
+        f"{type(module).__name__}.forward cannot be captured as one graph: {error}"
+        f"{f' ({error.where})' if error.where else ''}. Remedy: keep what cannot be captured outside the forward, "
+        "or in a submodule of its own",
+        where=error.where,
+    )
 
 
 @casts_apart()

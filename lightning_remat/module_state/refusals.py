@@ -11,14 +11,13 @@ from torch import nn
 from torch.jit._trace import is_tracing
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore
 
+from .sharding import has_units, managed_parameters, reason_against_units
+
 REMEDIES = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "rematerialize the module inside, wrapped or not",
     "torch.nn.parallel.data_parallel.DataParallel": "rematerialize the module inside, before wrapping",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "its parameters are only there during its own forward and backward; rematerialize with DistributedDataParallel"
-    ),
-    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": (
-        "its parameters are only there during its own forward and backward; rematerialize with DistributedDataParallel"
+        "its parameters are flat and hidden from its forward; shard with torch.distributed.fsdp.fully_shard instead"
     ),
     "torch._dynamo.eval_frame.OptimizedModule": "rematerialize the module that was compiled (module._orig_mod) instead",
     "torch.jit._script.ScriptModule": "rematerialize the module before it is compiled by torch.jit",
@@ -26,24 +25,34 @@ REMEDIES = {
 """Classes by their dotted names, so that none has to be imported, and what to do instead."""
 
 
-def reason_against(module: nn.Module) -> str | None:
-    """Why the module cannot be rewritten, with the remedy, or None."""
+def reason_against(module: nn.Module, *, is_gathered: bool = False) -> str | None:
+    """Why the module cannot be rewritten, with the remedy, or None.
+
+    Args:
+        module: What is to be rewritten.
+        is_gathered: Whether its parameters are those of a unit under `fully_shard`, in one piece while it runs.
+    """
     for path, submodule in cast(Iterable[tuple[str, nn.Module]], module.named_modules()):
         what = f"{type(submodule).__name__} ({path})" if path else type(submodule).__name__
         for name, remedy in REMEDIES.items():
             if (not path or "fsdp" in name) and _is_instance(submodule, name):
                 return f"{what} is a {name.rpartition('.')[2]}. Remedy: {remedy}"
+    managed = managed_parameters(module) if has_units(module) else ()
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedTensorMixin):
             return f"the parameter {name} has no shape yet. Remedy: run the module once"
-        if type(parameter.data).__module__.startswith("torch.distributed"):
-            return f"the parameter {name} is a {type(parameter.data).__name__}, spread over processes"
-    return None
+        is_spread = type(parameter.data).__module__.startswith("torch.distributed")
+        if is_spread and not is_gathered and id(parameter) not in managed:
+            return (
+                f"the parameter {name} is a {type(parameter.data).__name__}, spread over processes by other means than "
+                "fully_shard (tensor parallel), whose operations are not captured yet. Remedy: shard it by fully_shard"
+            )
+    return reason_against_units(module)
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether parameters of the module are in one piece only during its own forward and backward."""
-    names = [name for name in REMEDIES if "fsdp" in name]
+    names = [name for name in REMEDIES if "fsdp" in name]  # those of FSDP1
     return any(_is_instance(submodule, name) for submodule in module.modules() for name in names)
 
 

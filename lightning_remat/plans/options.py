@@ -62,7 +62,7 @@ def choose(
     for key, graph in graphs.items():
         alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
         asked = tuple(sorted(options.items()))
-        menus[key] = _options(alike, planner, surroundings.is_accumulating, asked, like.get(key, alike))
+        menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, like.get(key, alike))
     search = _Search(tuple(keys), graphs, menus, surroundings)
     chosen = search.reduced(budget_bytes)
     if search.excess(chosen, budget_bytes):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import alive_after, simulate
+from .gathering import Beside, Gathering, beside_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Surroundings:
         seconds: Duration of the optimizer's step, a batch's part of it where several batches share one.
         correction_bytes: What a measured step needed beyond the prediction (loss, metrics, rounding); may be negative.
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
+        gathering: What sharded parameters add, where the regions' are: of those, no more than their shards count then
+            among the regions' own.
     """
 
     resident_bytes: int
@@ -32,6 +36,20 @@ class Surroundings:
     seconds: float = 0.0
     correction_bytes: int = 0
     is_alone: bool = False
+    gathering: Gathering | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Surroundings:
+        """What `dataclasses.asdict` made a dictionary of."""
+        values: dict[str, Any] = dict(data)
+        if values.get("gathering") is not None:
+            values["gathering"] = Gathering.from_dict(values["gathering"])
+        return cls(**values)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the regions add to gradients that are there: full ones of shards are reduced in every backward."""
+        return self.is_accumulating and self.gathering is None
 
     def corrected(self, excess_bytes: int) -> Surroundings:
         """The same, with `excess_bytes` more in every moment of forward and backward."""
@@ -85,17 +103,17 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
 
     Regions run forward in the given order and backward in reverse.
     """
-    phases = [_phases(r, surroundings.is_accumulating) for r in regions]
+    phases = [_phases(r, surroundings.keeps_gradients) for r in regions]
     calls = [(r.key, r.graph, held) for r, (_, _, held) in zip(regions, phases, strict=True)]
     forward, backward = _levels(calls, surroundings)
     memory: list[int] = []
     seconds: list[float] = []
     for level, (steps, _, _) in zip(forward, phases, strict=True):
-        memory += [level + m for m, _ in steps]
+        memory += level.with_calls([m for m, _ in steps])
         seconds += [s for _, s in steps]
     num_forward = len(memory)
     for level, (_, steps, _) in zip(backward, reversed(phases), strict=True):
-        memory += [level + m for m, _ in steps]
+        memory += level.with_calls([m for m, _ in steps])
         seconds += [s for _, s in steps]
     return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes)
 
@@ -130,12 +148,37 @@ def peaks_of_phases(calls: Sequence[tuple[str, Graph, RegionPeaks]], surrounding
     """The peak of each forward and of each backward of a step; their maximum is that of `step_timeline`."""
     forward, backward = _levels([(key, graph, p.held_bytes) for key, graph, p in calls], surroundings)
     return [
-        *(level + p.forward_bytes for level, (_, _, p) in zip(forward, calls, strict=True)),
-        *(level + p.backward_bytes for level, (_, _, p) in zip(backward, reversed(calls), strict=True)),
+        *(level.peak(p.forward_bytes) for level, (_, _, p) in zip(forward, calls, strict=True)),
+        *(level.peak(p.backward_bytes) for level, (_, _, p) in zip(backward, reversed(calls), strict=True)),
     ]
 
 
-def _levels(calls: Sequence[tuple[str, Graph, int]], surroundings: Surroundings) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What is alive beside a call's forward or backward.
+
+    Attributes:
+        during_bytes: What its own memory comes on top of.
+        before_bytes: The most that is alive right before it.
+        after_bytes: The most that is alive right after it.
+    """
+
+    during_bytes: int
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+    def peak(self, own_bytes: int) -> int:
+        """The most alive from before it to after it."""
+        return max(self.during_bytes + own_bytes, self.before_bytes, self.after_bytes)
+
+    def with_calls(self, own: list[int]) -> list[int]:
+        """The most alive in each of its actions; the first and the last have what is before and after it."""
+        memory = [self.during_bytes + m for m in own]
+        memory[0], memory[-1] = max(memory[0], self.before_bytes), max(memory[-1], self.after_bytes)
+        return memory
+
+
+def _levels(calls: Sequence[tuple[str, Graph, int]], surroundings: Surroundings) -> tuple[list[_Level], list[_Level]]:
     """What is alive beside each call's forward, and beside each backward, in the order in which they run.
 
     Args:
@@ -144,24 +187,46 @@ def _levels(calls: Sequence[tuple[str, Graph, int]], surroundings: Surroundings)
     """
     own = {key: graph for key, graph, _ in calls}
     grads = {key: gradient_bytes(graph) for key, graph in own.items()}
+    around_forward: Sequence[Beside | None] = [None] * len(calls)
+    around_backward = around_forward
+    if surroundings.gathering is not None:
+        around_forward, around_backward = beside_calls(
+            surroundings.gathering,
+            [grads[key] for key, _, _ in calls],
+            is_alone=surroundings.is_alone,
+            is_accumulating=surroundings.is_accumulating,
+        )
+        grads = dict.fromkeys(grads, 0)
     base = surroundings.resident_bytes + surroundings.correction_bytes
     base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph, _ in calls)
     kept = 0 if surroundings.is_alone else sum(grads.values())
     held = 0  # by the regions that have run, for their backward
-    forward: list[int] = []
-    for _, _, size in calls:
-        forward.append(base + kept + held)
+    forward: list[_Level] = []
+    for beside, (_, _, size) in zip(around_forward, calls, strict=True):
+        forward.append(_level(base + kept, held, held + size, beside))
         held += size
     arrived = kept if surroundings.is_accumulating else 0
-    backward: list[int] = []
+    backward: list[_Level] = []
     done: set[str] = set()
-    for key, _, size in reversed(calls):
+    for beside, (key, _, size) in zip(around_backward, reversed(calls), strict=True):
         held -= size
-        backward.append(base + arrived + held)
+        backward.append(_level(base + arrived, held + size, held, beside, during=held))
         if not surroundings.is_accumulating and key not in done:
             done.add(key)
             arrived += grads[key]
     return forward, backward
+
+
+def _level(base: int, before: int, after: int, beside: Beside | None, during: int | None = None) -> _Level:
+    """The level of a call, with what regions hold before, after and during it."""
+    during = before if during is None else during
+    if beside is None:
+        return _Level(base + during)
+    return _Level(
+        base + during + beside.level_bytes,
+        base + before + beside.before_bytes,
+        base + after + beside.after_bytes,
+    )
 
 
 def forward_length(schedule: Schedule, num_nodes: int) -> int:

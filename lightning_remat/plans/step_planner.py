@@ -129,7 +129,9 @@ class StepPlan:
         plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
         graphs: dict[str, Any] = data.get("plain_graphs", {})
         plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()} or None
-        return cls(data["budget_bytes"], tuple(data["keys"]), plans, Surroundings(**data["surroundings"]), plain)
+        return cls(
+            data["budget_bytes"], tuple(data["keys"]), plans, Surroundings.from_dict(data["surroundings"]), plain
+        )
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, Run, forward_of
-from ..capture.tracer import out_of_place, trace, traced_graph
+from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of
+from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
+from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, stand_ins, whole_parts
 from ..operations.operation import TracedModule
-from ..operations.saved_tensors import storage_key
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
 from .profiles import known_profile
+from .saved_between import SavedBetween
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class Call:
         kwargs: Keyword arguments, likewise.
         ambient: The settings (autocast) under which it was called.
         outputs: The storages that it returned; dead once nobody holds them.
-        part: One of the graphs of the submodule's forward that runs, where it is no single graph; `args` are then the
-            tensors that come into it.
+        part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
+            graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
+        tick: When it began, in the order of all that the step was seen to do.
     """
 
     name: str
@@ -46,11 +49,17 @@ class Call:
     ambient: Ambient
     outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
     part: Part | None = None
+    tick: int = 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is one of several graphs of a forward."""
+        return self.part is not None and not self.part.is_whole
 
     @property
     def trains(self) -> bool:
         """Whether it has parameters to train: a graph may hold but what goes on around them."""
-        if self.part is None:
+        if self.part is None or self.part.is_whole:
             return any(p.requires_grad for p in self.module.parameters())
         return any(isinstance(v, nn.Parameter) and v.requires_grad for v in self.part.values)
 
@@ -81,19 +90,21 @@ class Call:
         def made() -> Graph:
             if part is None:
                 return profile(traced, *self.args, **options, **self.kwargs)
-            return profile_call(traced, part.values, tensors_in(self.args), **options)
+            return profile_call(traced, stand_ins(part.values), tensors_in((self.args, self.kwargs)), **options)
 
         with self.ambient.restored():
             return known_profile(traced, leaves if part is None else part.values, options, made)
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
-        assert self.part is not None
-        forward = forward_of(self.module, is_whole=False)
-        given = tensors_in(self.args)
+        part = self.part
+        assert part is not None
+        if part.graph is None:
+            assert part.failure is not None
+            raise not_one_graph(self.module, part.failure) from part.failure
+        forward = forward_of(self.module, is_whole=part.is_whole)
+        given, values = tensors_in((self.args, self.kwargs)), stand_ins(part.values)
         with torch.enable_grad():
-            return traced_graph(
-                self.module, forward, self.part.graph, self.part.values, given, is_out_of_place=is_out_of_place
-            )
+            return traced_graph(self.module, forward, part.graph, values, given, is_out_of_place=is_out_of_place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +113,33 @@ class Part:
 
     Attributes:
         graph: What TorchDynamo captured.
-        values: Of its placeholders; those that come from elsewhere in the step are detached.
+        values: Of its placeholders; those that come from elsewhere in the step are detached. Parameters that are
+            gathered for the forward alone are empty afterwards.
+        is_whole: Whether it is all of the forward: of a module that can be captured only while it runs.
+        failure: Why that was not possible.
     """
 
-    graph: CapturedGraph
+    graph: CapturedGraph | None
     values: list[Any]
+    is_whole: bool = False
+    failure: CaptureError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The forward of a unit under `fully_shard` begins or ends.
+
+    Attributes:
+        unit: The module.
+        tick: When, as of calls.
+        begins: Which of both.
+        has_gradient: Whether a tensor that comes into it has a gradient.
+    """
+
+    unit: nn.Module
+    tick: int
+    begins: bool
+    has_gradient: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +149,12 @@ class View:
     Attributes:
         calls: The chosen calls, in order.
         saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
+        moments: Of the units under `fully_shard`, in order.
     """
 
     calls: list[Call]
     saved_bytes: int
+    moments: tuple[Moment, ...] = ()
 
 
 class NoCallError(ValueError):
@@ -153,12 +188,27 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     divided, whole = _divided(modules)
     in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
     watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
+    gathered = gathered_modules(root)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
-    between = _SavedBetween([*root.parameters(), *root.buffers()])
+    between = SavedBetween([*root.parameters(), *root.buffers()])
+
+    moments: list[Moment] = []
+
+    def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        moments.append(Moment(module, next(top.clock), True, has_gradient))
+        between.own(module.parameters())  # as gathered, which are others than the shards
+
+    def end_unit(module: nn.Module, args: Any, output: Any) -> None:
+        del args, output
+        moments.append(Moment(module, next(top.clock), False, True))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frames.append(frames[-1].call(module, args, kwargs, is_outermost=len(frames) == 1))
+        is_outermost = len(frames) == 1
+        frames.append(frames[-1].call(module, args, kwargs, is_outermost=is_outermost))
+        if is_outermost and module in gathered and torch.is_grad_enabled():
+            frames[-1].part = _captured_now(module, args, kwargs)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -185,10 +235,14 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     try:
         for module in in_parts:
             vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
+        for module in gathering_units(root):
+            handles.append(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
+            handles.append(module.register_forward_hook(end_unit))
         for module in watched:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         with (
+            settled(root),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, _unpack_nothing),
         ):
@@ -208,7 +262,17 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
     calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-    return View(calls, between.bytes_beside(calls))
+    return View(
+        calls, between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs))), tuple(moments)
+    )
+
+
+def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+    """The graph of a forward that is about to run, whose parameters are there only now."""
+    try:
+        return Part(*forward_of(module).bind(module, args, kwargs), is_whole=True)
+    except CaptureError as error:
+        return Part(None, [], is_whole=True, failure=error)
 
 
 def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +295,7 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
     places: dict[nn.Module, dict[CapturedGraph, int]] = {}
     for frame in frames:
         name = names[frame.module]
-        if frame.part is not None:
+        if frame.part is not None and frame.part.graph is not None and not frame.part.is_whole:
             own = places.setdefault(frame.module, {})
             name = f"{name}[{own.setdefault(frame.part.graph, len(own))}]"
         yield name
@@ -240,43 +304,18 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
 def _as_call(frame: _Frame, name: str) -> Call:
     if frame.part is None:
         args, kwargs = detached((frame.args, frame.kwargs))
-        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs)
-    graph, values = frame.part.graph, frame.part.values
-    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in frame.args}
-    part = Part(graph, [apart.get(id(v), v) for v in values])
-    return Call(name, frame.module, tuple(apart.values()), {}, frame.ambient, frame.outputs, part)
+        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, tick=frame.tick)
+    leaves, structure = flatten((frame.args, frame.kwargs))
+    tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
+    apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
+    args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
+    part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
+    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
 
 
 def _unpack_nothing(nothing: None) -> Tensor:
     del nothing
     raise TraceError("it differentiates within its forward, where nothing is held: leave that part out (modules=...)")
-
-
-class _SavedBetween:
-    """What the code outside the chosen calls saves for its backward; none of it is held."""
-
-    def __init__(self, owned: list[Tensor]) -> None:
-        self.owned = {key for t in owned if (key := storage_key(t)) is not None}
-        self.noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self.gone_bytes = 0
-
-    def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
-        """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""
-        storage, key = tensor_storage(tensor), storage_key(tensor)
-        if storage is None or key is None or key in self.owned or any(r() is storage for r in returned):
-            return
-        known = self.noted.get(key)
-        if known is not None and known[0]() is storage:
-            return
-        if known is not None:  # it has died, and its place was taken
-            self.gone_bytes += known[1]
-        self.noted[key] = weakref.ref(storage), storage.nbytes()
-
-    def bytes_beside(self, calls: Sequence[Call]) -> int:
-        """Bytes of all that was noted and is not an input of the calls."""
-        inputs = [t for call in calls for t in tensors_in((call.args, call.kwargs))]
-        held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
-        return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
 
 
 class _Frame:
@@ -295,13 +334,14 @@ class _Frame:
         self.is_trainable = self.is_differentiable = False
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = _nothing
+        self.clock, self.tick = itertools.count(), 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
         mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
         is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
         holds = is_outermost or is_handed_on
         frame = _Frame(module, args if holds else (), kwargs if holds else {})
-        frame.is_handed_on = is_handed_on
+        frame.is_handed_on, frame.tick = is_handed_on, next(self.clock)
         self.children.append(frame)
         return frame
 
@@ -337,7 +377,7 @@ def _through(frame: _Frame) -> _Frame:
 
 def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
     if modules is None:
-        return list(names)
+        return list(whole_parts(root)) if has_units(root) else list(names)
     by_name = dict(submodules(root))
     resolved: list[nn.Module] = []
     for item in modules:

@@ -8,18 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import out_of_place, trace
+from ..devices import device_of
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, checked_program, install, restore
 from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import reason_against
+from ..module_state.sharding import has_units
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan, planner_of
 from ..plans.planner import plan as make_plan
@@ -136,6 +137,8 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | TraceError:
     try:
+        if has_units(module):
+            raise TraceError(f"{type(module).__name__} is sharded, so that no more than a unit of it is in one piece")
         if is_exchanged(module):
             raise TraceError(f"{type(module).__name__} holds a compiled part or a bounded deque, which stays as it is")
         return trace(module, *args, **kwargs)
@@ -228,7 +231,7 @@ def _budget(
         ValueError: It has none of the accepted forms.
     """
     tensors: list[Tensor] = [*tensors_in((args, kwargs)), *module.parameters()]
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    device = device_of(tensors)
     is_fake = any(isinstance(t, FakeTensor) for t in tensors)
     free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,10 @@ from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
+from ..module_state.agreement import all_ranks, first_rank
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
+from ..module_state.sharding import has_units, whole_parts
 from ..operations.operation import TracedModule
 from ..plans.planner import Plan, planner_of
 from ..plans.step_memory import Surroundings
@@ -24,6 +27,7 @@ from ..schedules.schedule import Schedule
 from .calls import View, look_through, submodules
 from .fit import check_fit
 from .footprint import outside_bytes
+from .gathering import gathering_of
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import step_peak, untouched
 
@@ -65,11 +69,13 @@ def rewrite_regions(
     if plan is not None:
         _install_earlier(module, look, plan, error)
         return plan
-    can_divide = reason_against(module) is None and not is_exchanged(module)
-    regions = find_regions(look, ["[]"] if can_divide else list(parts_of(module)))
+    is_sharded = has_units(module)
+    can_divide = not is_sharded and reason_against(module) is None and not is_exchanged(module)
+    parts = whole_parts if is_sharded else parts_of
+    regions = find_regions(look, ["[]"] if can_divide else list(parts(module)))
     if can_divide and not any(call.trains for call in regions.view.calls):
         regions = find_regions(look, list(parts_of(module)))
-    profiles = regions.profiled()
+    profiles = first_rank(module, regions.profiled)
     # Only where there is anything to discard.
     graphs = {k: g for k, g in profiles.items() if len(g.nodes) > 1 or any(node.tape_bytes for node in g.nodes)}
     if not graphs:
@@ -86,7 +92,8 @@ def rewrite_regions(
         traced=regions.traced,
         reasons=(str(error), *regions.reasons),
     )
-    around = Surroundings(outside_bytes(module, view, tensors_in((args, kwargs))), 0, is_alone=True)
+    outside = outside_bytes(module, view, tensors_in((args, kwargs)))
+    around = Surroundings(max(all_ranks(module, lambda: outside)), 0, is_alone=True, gathering=gathering_of(view))
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     try:
         return _fitted(parts, around, budget_of, planner)
@@ -148,6 +155,10 @@ class _Parts:
         """A plan for each part, such that the whole step stays within the budget."""
         return plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
 
+    def measured_peak(self) -> int:
+        """The peak of a step as the module is rewritten."""
+        return step_peak(self.module, self.args, self.kwargs)
+
     def install(self, step: StepPlan, plan: Plan) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
         install_regions(self.module, programs, plan)
@@ -163,23 +174,24 @@ def _fitted(
     """
     start = time.perf_counter()
     name, _ = planner_of(planner)
+    least = partial(_least_budget, parts.module, budget_of)
     good: Plan | None = None
     budget = measured = 0
     for number in range(_MOST_STEPS):
-        budget = budget_of(parts.plain_peak(around))
+        budget = least(parts.plain_peak(around))
         try:
-            step = parts.plan(budget, planner, around)
+            step = first_rank(parts.module, partial(parts.plan, budget, planner, around))
         except InfeasibleBudgetError as error:
             if number:
                 raise
             # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
-            step = parts.plan(int(error.minimum_bytes), planner, around)
+            step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
         parts.install(step, step.as_plan(name))
-        measured = retried(lambda: step_peak(parts.module, parts.args, parts.kwargs))
+        measured = max(all_ranks(parts.module, lambda: retried(parts.measured_peak)))
         excess = measured - step.predicted_peak_bytes
         around = around.corrected(excess)
         step = step.corrected(excess)
-        budget = budget_of(step.plain_peak_bytes)
+        budget = least(step.plain_peak_bytes)
         if measured <= budget:
             is_improved = good is not None
             good = replace(
@@ -199,6 +211,11 @@ def _fitted(
         )
     parts.install(good.step, good)
     return good
+
+
+def _least_budget(module: nn.Module, budget_of: Callable[[int], int], plain_peak_bytes: int) -> int:
+    """The budget of the rank that has the least, of a module that lies on several."""
+    return min(all_ranks(module, lambda: budget_of(plain_peak_bytes)))
 
 
 _WORTH_ANOTHER = 0.01

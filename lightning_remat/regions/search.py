@@ -84,7 +84,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         for name in dict.fromkeys(call.name for call in view.calls):
             if name not in traced and name not in reasons:
                 _note(name, view.calls, traced, reasons)
-        failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and c.part is None)
+        failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and not c.is_divided)
         calls = [call for call in view.calls if call.name in traced]
         idle = [m for m in divided if not any(c.module is m and c.trains for c in calls)]
         if idle and not failed:  # of a wrapper, only what goes on around the network was captured
@@ -97,9 +97,10 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
             inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
             return Regions(replace(view, calls=calls), found, (*reasons.values(), *inside))
         named = {call.module: call.name for call in view.calls}
+        gathered = {call.module for call in view.calls if call.part is not None}
         watched = [call.name for call in calls]
         for m in failed:
-            if reason_against(m) is None and not is_exchanged(m):
+            if reason_against(m, is_gathered=m in gathered) is None and not is_exchanged(m):
                 divided[m] = named[m]
                 watched.append(f"{named[m]}[]")
             else:
@@ -172,10 +173,11 @@ def _note(name: str, calls: Sequence[Call], traced: dict[str, TracedModule], rea
     """Notes the operations of a region, all calls of which must be alike, or why it has none."""
     own = [call for call in calls if call.name == name]
     try:
-        if own[0].part is None:
+        part = own[0].part
+        if part is None or part.is_whole:
             if any(_kind_of_call(a) != _kind_of_call(b) for a, b in pairwise(own)):
                 raise TraceError(f"it is called {len(own)} times in a step, with arguments of different kinds")
-            if (reason := reason_against(own[0].module)) is not None:
+            if (reason := reason_against(own[0].module, is_gathered=part is not None)) is not None:
                 raise TraceError(reason)
             if is_exchanged(own[0].module):
                 raise TraceError("its forward has been replaced on this instance, or a part of it is compiled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from ..execution.rewriter import Rewriting, watched
 from ..measure.out_of_memory import is_out_of_memory
+from ..module_state.agreement import all_ranks
 from ..module_state.preserve import preserved_random
+from ..module_state.sharding import local_part
 from ..operations.saved_tensors import tensors_of
 
 Outcome = Mapping[str, Tensor]
@@ -51,9 +54,15 @@ def find_difference(module: nn.Module, run: Callable[[], Outcome], *, num_steps:
             if seed:
                 torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             difference = _difference_in_step(module, run)
-        if difference is not None:
-            return difference
+        # No process goes on with steps that another one does not run.
+        found = [d for d in (difference, *all_ranks(module, partial(_itself, difference))) if d is not None]
+        if found:
+            return found[0]
     return None
+
+
+def _itself(difference: Difference | None) -> Difference | None:
+    return difference
 
 
 def _difference_in_step(module: nn.Module, run: Callable[[], Outcome]) -> Difference | None:
@@ -121,4 +130,5 @@ def fingerprint(tensor: Tensor) -> bytes:
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
+    a, b = local_part(a), local_part(b)
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..devices import HOST, device_of, random_state
 from ..measure.meter import measure_growth
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_random, record
+from ..module_state.sharding import has_units, settled
 from .calls import detached
 from .footprint import storage_bytes
 
@@ -25,11 +27,13 @@ def untouched(module: nn.Module, *inputs: Any) -> Generator[None]:
         module: What the block calls.
         *inputs: What it is called with; where these are fake tensors, the block runs in their mode.
     """
-    put_back = record([module])
     fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
+    with settled(module):  # before it is recorded
+        pass
+    put_back = record([module])
     with preserved_random() if fake is None else nullcontext():  # fake operations draw nothing
         try:
-            with torch.enable_grad(), nullcontext() if fake is None else fake.fake_mode:
+            with settled(module), torch.enable_grad(), nullcontext() if fake is None else fake.fake_mode:
                 yield
         finally:
             put_back()
@@ -50,17 +54,26 @@ class _Loss(torch.autograd.Function):
 
 
 def run_backward(
-    outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor]
+    outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor], *, is_sharded: bool = False
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the targets; nothing is added to `.grad`, and no hook of an accumulation fires.
+
+    Shards have their gradients from a whole backward alone: it fires, and what was in `.grad` is lost.
 
     Args:
         outputs: Emptied, so that they live no longer than in a training step.
         targets: Parameters and inputs with gradients.
         gradient_of: The gradient of an output.
+        is_sharded: Whether the targets are shards.
     """
+    if is_sharded:
+        for t in targets:
+            t.grad = None
     loss = _Loss.apply(gradient_of, *outputs)
     outputs.clear()
+    if is_sharded:
+        loss.backward()
+        return tuple(t.grad for t in targets)
     return torch.autograd.grad(loss, targets, allow_unused=True)  # pyright: ignore[reportArgumentType]
 
 
@@ -75,12 +88,11 @@ def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         outputs = [t for t in outputs if t.requires_grad]
         gradients: tuple[Tensor | None, ...] = ()
         if outputs:
-            gradients = run_backward(outputs, list(targets.values()), _ramp)
+            gradients = run_backward(outputs, list(targets.values()), _ramp, is_sharded=has_units(module))
         found |= {f"gradient of {name}": g for name, g in zip(targets, gradients, strict=False) if g is not None}
         found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-        found["random state"] = torch.get_rng_state()
-        for device in {t.device for t in (*inputs.values(), *targets.values()) if t.device.type == "cuda"}:
-            found[f"random state of {device}"] = torch.cuda.get_rng_state(device)
+        devices = {t.device for t in (*inputs.values(), *targets.values()) if not isinstance(t, FakeTensor)}
+        found |= {f"random state of {device}": random_state(device) for device in {HOST, *devices}}
     return found
 
 
@@ -95,12 +107,10 @@ def step_peak(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     inputs = tensors_in((args, kwargs))
     targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
     is_fake = any(isinstance(t, FakeTensor) for t in inputs)
-    device = next(
-        (t.device for t in (*inputs, *targets) if t.device.type == "cuda" and not is_fake), torch.device("cpu")
-    )
+    device = HOST if is_fake else device_of((*inputs, *targets))
     alive = [*module.parameters(), *module.buffers(), *inputs]
     with untouched(module, inputs), measure_growth(device, include=alive) as growth:
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
-        gradients = run_backward(outputs, targets, torch.ones_like)
+        gradients = run_backward(outputs, targets, torch.ones_like, is_sharded=has_units(module))
         del gradients
     return storage_bytes(alive) + growth.peak_bytes

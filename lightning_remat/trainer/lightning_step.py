@@ -16,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
+from ..devices import HOST, random_state
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
+from ..module_state.sharding import settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View, look_through
 from ..regions.footprint import (
@@ -30,6 +32,7 @@ from ..regions.footprint import (
     outside_bytes,
     storage_bytes,
 )
+from ..regions.gathering import gathering_of
 from . import ranks
 from .loaders import keeps_last_batch, num_samples_in
 from .private_api import (
@@ -104,16 +107,17 @@ class LightningTrial:
                     found[f"gradient of {name}"] = parameter.grad.clone()
                 found[f"parameter {name}"] = parameter.detach().clone()
             found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-            found["random state"] = torch.get_rng_state()
-            if self.device.type == "cuda":
-                found["random state of the device"] = torch.cuda.get_rng_state(self.device)
+            found |= {f"random state of {device}": random_state(device) for device in {HOST, self.device}}
         return found
 
     @contextmanager
     def undone(self) -> Generator[None]:
         """Nothing that the block does to module, trainer, optimizers, loggers or random states stays."""
         trainer = self.trainer
-        with preserved([trainer.lightning_module], state_holders(trainer)), silent(trainer), torch.enable_grad():
+        module = trainer.lightning_module
+        with settled(module):  # before it is recorded
+            pass
+        with preserved([module], state_holders(trainer)), silent(trainer), settled(module), torch.enable_grad():
             yield
 
     def batch_of(self, batch_size: int) -> Any:
@@ -169,6 +173,7 @@ class LightningTrial:
             resident_bytes=outside_bytes(self.trainer.lightning_module, view, batch) + optimizer.state_bytes,
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self._num_accumulated(batch_size) > 1,
+            gathering=gathering_of(view),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 

@@ -17,7 +17,7 @@ from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
 from .private_api import callbacks_of, is_initial_hparam, set_callbacks, set_initial_hparams, takes_loader_iterator
 
-_SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy", "XLAStrategy")
+_SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "XLAFSDPStrategy", "XLAStrategy")
 
 
 def check_supported(trainer: Trainer, module: LightningModule, callback: Callback) -> None:
@@ -32,8 +32,8 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
     strategy = type(trainer.strategy)
     if any(base.__name__ in _SHARDED for base in strategy.__mro__):
         raise MisconfigurationException(
-            f"Rematerialization does not work with {strategy.__name__}, which shards or moves parameters during the "
-            "step: use strategy='ddp' or a single device"
+            f"Rematerialization does not work with {strategy.__name__}, which hides or moves parameters during the "
+            "step: use ModelParallelStrategy with fully_shard in configure_model, strategy='ddp' or a single device"
         )
     if takes_loader_iterator(module):
         raise MisconfigurationException(

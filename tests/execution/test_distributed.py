@@ -1,4 +1,4 @@
-"""Two processes on the CPU: rewritten modules under DDP have the plain run's gradients; shards are refused."""
+"""Two processes on the CPU: rewritten modules under DDP have the plain run's gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "fully_shard", "ddp"]
+NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "sharded_later", "ddp"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,56 @@
+"""Networks that are sharded block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torchvision.models.resnet import BasicBlock
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """An MLP with dropout, of which the residual is the caller's or not."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.gelu(self.up(self.norm(x)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.drop(self.down(y))
+
+
+class Transformer(nn.Module):
+    """Blocks, each a unit, between two layers of the root's; in stages, which are units too, where wanted."""
+
+    def __init__(self, *, stages: int = 0, breaks: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        blocks = [Block(breaks=breaks) for _ in range(4)]
+        size = len(blocks) // stages if stages else len(blocks)
+        self.stages = nn.ModuleList(nn.Sequential(*blocks[k : k + size]) for k in range(0, len(blocks), size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def shard(module: nn.Module, **options: Any) -> nn.Module:
+    """The module, its blocks and stages under `fully_shard`."""
+    for inner in module.modules():
+        if isinstance(inner, (Block, BasicBlock)):
+            fully_shard(inner, **options)
+    if isinstance(module, Transformer) and len(module.stages) > 1:
+        for stage in module.stages:
+            fully_shard(stage, **options)
+    return fully_shard(module, **options)
