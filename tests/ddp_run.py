@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from remat_runs import Classifier, Images, run, seeded
 from torch.utils.data import DataLoader
 
@@ -38,10 +39,14 @@ def main(folder: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     fit(folder, "plain")
     fit(folder, "keep", Rematerialization("periodic", memory_budget="80%", batch_size="keep"))
-    alive = sum(t.untyped_storage().nbytes() for t in [*seeded(Sharded).parameters(), *seeded(Sharded).buffers()])
+    parameters, buffers = list(seeded(Sharded).parameters()), list(seeded(Sharded).buffers())
+    # With the buckets that DDP makes of the gradients, before anything is planned.
+    alive = sum(t.untyped_storage().nbytes() for t in [*parameters, *parameters, *buffers])
     # The ranks do not have the same memory: rank 1 has less.
     search.device_memory = lambda device: DeviceMemory((48, 16)[trainer_rank()] * 2**20 - alive, 2**30)
     fit(folder, "search", Rematerialization("periodic", margin=0.0))
+    views = DDPStrategy(gradient_as_bucket_view=True)
+    fit(folder, "views", Rematerialization("periodic", memory_budget="80%", batch_size="keep"), strategy=views)
     fit_resumed(folder)
 
 
@@ -92,6 +97,9 @@ def fit(
             "budget_bytes": result.budget_bytes,
             "measured_peak_bytes": result.measured_peak_bytes,
             "num_recomputed": result.plan.num_recomputed,
+            "parameter_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
+            "correction_bytes": result.step.surroundings.correction_bytes,
+            "resident_bytes": result.step.surroundings.resident_bytes,
         }
     (folder / f"{kind}-{trainer.global_rank}.json").write_text(json.dumps(found))
     return trainer

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
+import lightning_remat.batch_search.search as search
 from lightning_remat import Rematerialization, rematerialize
 from lightning_remat.execution.executor import Execution
+from lightning_remat.measure.device_memory import DeviceMemory
+from lightning_remat.module_state import agreement
 from lightning_remat.regions.step_run import step_peak
 
 WIDTH, SAMPLES = 8, 256
@@ -54,13 +58,22 @@ class Sharded(LightningModule):
         return torch.optim.AdamW(self.net.parameters(), 1e-2)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        samples = torch.randn(12 * SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+        samples = torch.randn(16 * SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
         return DataLoader(TensorDataset(samples), batch_size=self.batch_size)
 
 
-def fit(folder: Path, save: str, callback: Rematerialization | None, **options: Any) -> list[Tensor]:
+def fit(
+    folder: Path,
+    save: str,
+    callback: Rematerialization | None,
+    kind: type[Sharded] = Sharded,
+    *,
+    batch_size: int = SAMPLES,
+    **options: Any,
+) -> list[Tensor]:
     """The weights and the random state after training."""
-    module, resumed = Sharded(), options.pop("ckpt_path", None)
+    module, resumed = kind(), options.pop("ckpt_path", None)
+    module.batch_size = batch_size
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -239,11 +252,52 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
+class Fails(Sharded):
+    """The first step that recomputes, which is tried before training, fails on the second process alone."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and "_rematerialization" in vars(self.net.stages[0][0]):
+            raise ArithmeticError("of the second process")
+        return super().training_step(batch, batch_idx)
+
+
+def finds_a_size(folder: Path) -> None:
+    """The processes have different memory; one size for both, and the bits of plain FSDP2 at it."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "device_memory", lambda device: DeviceMemory((6, 3)[dist.get_rank()] * 2**20, 2**30))
+        callback = Rematerialization("periodic", margin=0.0, multiple_of=16, max_batch_size=1024)
+        found.append(fit(folder, "auto", callback, max_steps=2))
+    assert callback.result is not None
+    size, step = callback.result.batch_size, callback.result.step
+    sizes: list[Any] = [None, None]
+    dist.all_gather_object(sizes, (size, str(step.plans)))
+    assert sizes[0] == sizes[1]
+    assert size > SAMPLES
+    assert step.num_recomputed
+    assert callback.result.measured_peak_bytes <= 3 * 2**20
+    found.append(fit(folder, "auto-plain", None, batch_size=size, max_steps=2))
+    assert_same(*found)
+
+
+def one_fails(folder: Path) -> None:
+    """Each process writes with what error it ends."""
+    agreement.PATIENCE = timedelta(seconds=5)
+    try:
+        fit(folder, "fails", Rematerialization("periodic", memory_budget="85%", batch_size="keep"), Fails, max_steps=2)
+    except BaseException as error:
+        (folder / f"failed-{dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if sys.argv[2:] == ["fails"]:
+        one_fails(folder)
     in_trainer(folder)  # begins the group of processes
-    done = ["in_trainer"]
+    finds_a_size(folder)
+    done = ["in_trainer", "finds_a_size"]
     for name, run in RUNS.items():
         run()
         done.append(name)

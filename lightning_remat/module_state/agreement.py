@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -12,9 +15,14 @@ from .sharding import has_units
 
 T = TypeVar("T")
 
+PATIENCE = timedelta(seconds=20)
+"""How long a process whose step has failed waits to hear whether the others' has too."""
+
+_numbers = itertools.count()
+
 
 class OtherRankError(RuntimeError):
-    """Another process has failed, with the error that is told."""
+    """A step that all processes run together has failed on some of them, so that the others cannot go on."""
 
 
 def first_rank(module: nn.Module, compute: Callable[[], T]) -> T:
@@ -37,25 +45,50 @@ def first_rank(module: nn.Module, compute: Callable[[], T]) -> T:
     return value
 
 
-def all_ranks(module: nn.Module, compute: Callable[[], T]) -> list[T]:
-    """What `compute` returns on each process that holds a part of the module; an error of one ends it on all.
+def all_ranks(module: nn.Module, value: T) -> list[T]:
+    """The values of all processes that hold a part of the module."""
+    if not has_units(module):
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    cast(Any, dist).all_gather_object(found, value)
+    return found
+
+
+def together(module: nn.Module, run: Callable[[], T]) -> T:
+    """What `run` returns, a step of a sharded module, in which the processes wait for each other.
+
+    An error is raised as it is where every process meets the same. Where others do not, they wait for this process in
+    the midst of the step, so that neither can go on.
 
     Raises:
-        OtherRankError: It has failed on another process only.
+        OtherRankError: The step has failed on some processes only, or otherwise than here.
     """
     if not has_units(module):
-        return [compute()]
-    own: tuple[T | None, Exception | None]
+        return run()
+    number, rank, size = next(_numbers), dist.get_rank(), dist.get_world_size()
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    keys = [f"lightning_remat/{number}/{k}" for k in range(size)]
     try:
-        own = compute(), None
+        value = run()
     except Exception as error:
-        own = None, error
-    told = own[0], None if own[1] is None else f"{type(own[1]).__name__}: {own[1]}"
-    found: list[Any] = [None] * dist.get_world_size()
-    cast(Any, dist).all_gather_object(found, told)
-    if own[1] is not None:
-        raise own[1]
-    for rank, (_, error) in enumerate(found):
-        if error is not None:
-            raise OtherRankError(f"process {rank} of {len(found)} has failed: {error}")
-    return [value for value, _ in found]
+        own = f"{type(error).__name__}: {error}"
+        try:
+            store.set(keys[rank], own)
+            told = _outcomes(store, keys)
+        except Exception as lost:  # the process that holds the store has gone
+            raise OtherRankError(f"process {rank} of {size} has lost the others: {own}") from lost
+        others = [(k, what) for k, what in enumerate(told) if k != rank and what not in (own, "")]
+        if others and others[0][1] is not None:
+            raise OtherRankError(f"process {others[0][0]} of {size} has failed: {others[0][1]}") from error
+        if any(what != own for what in told):
+            raise OtherRankError(f"process {rank} of {size} has failed, and others have not: {own}") from error
+        raise
+    store.set(keys[rank], "")
+    return value
+
+
+def _outcomes(store: Any, keys: list[str]) -> list[str | None]:
+    """What each process has told: its error, empty where it has none, None where it is in the midst of the step."""
+    with suppress(dist.DistStoreError):  # those that are silent are told apart below
+        store.wait(keys, PATIENCE)
+    return [store.get(key).decode() if store.check([key]) else None for key in keys]

@@ -14,7 +14,7 @@ from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
-from ..module_state.agreement import all_ranks, first_rank
+from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units, whole_parts
@@ -65,7 +65,7 @@ def rewrite_regions(
 
     def look(watched: Sequence[Any] | None) -> View:
         with untouched(module, args, kwargs):
-            return look_through(module, lambda: module(*args, **kwargs), watched)
+            return together(module, lambda: look_through(module, lambda: module(*args, **kwargs), watched))
 
     if plan is not None:
         _install_earlier(module, look, plan, error)
@@ -94,7 +94,7 @@ def rewrite_regions(
         reasons=(str(error), *regions.reasons),
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
-    around = Surroundings(max(all_ranks(module, lambda: outside)), 0, is_alone=True, gathering=gathering_of(view))
+    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering_of(view))
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     try:
         return _fitted(parts, around, budget_of, planner)
@@ -188,7 +188,7 @@ def _fitted(
             # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
             step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
         parts.install(step, step.as_plan(name))
-        measured = max(all_ranks(parts.module, lambda: retried(parts.measured_peak)))
+        measured = max(all_ranks(parts.module, together(parts.module, lambda: retried(parts.measured_peak))))
         excess = measured - step.predicted_peak_bytes
         around = around.corrected(excess)
         step = step.corrected(excess)
@@ -216,7 +216,7 @@ def _fitted(
 
 def _least_budget(module: nn.Module, budget_of: Callable[[int], int], plain_peak_bytes: int) -> int:
     """The budget of the rank that has the least, of a module that lies on several."""
-    return min(all_ranks(module, lambda: budget_of(plain_peak_bytes)))
+    return min(all_ranks(module, budget_of(plain_peak_bytes)))
 
 
 _WORTH_ANOTHER = 0.01

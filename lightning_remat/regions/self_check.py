@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +54,10 @@ def find_difference(module: nn.Module, run: Callable[[], Outcome], *, num_steps:
                 torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             difference = _difference_in_step(module, run)
         # No process goes on with steps that another one does not run.
-        found = [d for d in (difference, *all_ranks(module, partial(_itself, difference))) if d is not None]
+        found = [d for d in (difference, *all_ranks(module, difference)) if d is not None]
         if found:
             return found[0]
     return None
-
-
-def _itself(difference: Difference | None) -> Difference | None:
-    return difference
 
 
 def _difference_in_step(module: nn.Module, run: Callable[[], Outcome]) -> Difference | None:

@@ -22,6 +22,7 @@ from ..reports.report import draw_plots, out_of_memory_note, print_tables, write
 from ..reports.result import Result
 from ..schedules.schedule import Schedule
 from . import ranks
+from .buckets import tell_of_buckets
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import loader_batch_size
@@ -225,6 +226,7 @@ class Rematerialization(Callback):
             print_tables(result)
             if settings.plan_path is not None:
                 write_state(Path(settings.plan_path), self._state)
+        tell_of_buckets(trainer)
         self._report(trainer)
         self._clock = StepClock(trial.device, with_scratch=settings.counts_scratch)
         self._clock.start()

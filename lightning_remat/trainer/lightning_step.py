@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from ..batch_search.trial import STEPS_PER_TRIAL
 from ..devices import HOST, random_state
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..module_state.agreement import together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
 from ..module_state.sharding import settled
@@ -34,6 +36,7 @@ from ..regions.footprint import (
 )
 from ..regions.gathering import gathering_of
 from . import ranks
+from .buckets import buckets_of
 from .loaders import keeps_last_batch, num_samples_in
 from .private_api import (
     callbacks_of,
@@ -137,12 +140,13 @@ class LightningTrial:
         Raises:
             StepFailedError: The step raises.
         """
+        module, looked_through = self.trainer.lightning_module, partial(self._looked_through, batch_size, modules)
         if not self.differentiates:
             try:
-                return self._looked_through(batch_size, modules, differentiating=False)
+                return together(module, partial(looked_through, differentiating=False))
             except StepFailedError:
                 pass
-        view = self._looked_through(batch_size, modules, differentiating=True)
+        view = together(module, partial(looked_through, differentiating=True))
         self.differentiates = True
         return view
 
@@ -160,7 +164,7 @@ class LightningTrial:
                         with without_optimization(trainer):
                             run_training_step(trainer, batch, index)
                 except Exception as error:
-                    raise StepFailedError from error
+                    raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
             return look_through(trainer.lightning_module, step, self.modules if modules is None else modules)
 
@@ -169,10 +173,11 @@ class LightningTrial:
         with self.undone():
             batch = tensors_in(self.batch_of(batch_size))
             optimizer = self._optimizer()
+        outside, buckets = outside_bytes(self.trainer.lightning_module, view, batch), buckets_of(self.trainer)
         return Surroundings(
-            resident_bytes=outside_bytes(self.trainer.lightning_module, view, batch) + optimizer.state_bytes,
-            optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
-            is_accumulating=self._num_accumulated(batch_size) > 1,
+            resident_bytes=outside + optimizer.state_bytes + buckets.copy_bytes,
+            optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch) + buckets.copy_bytes,
+            is_accumulating=buckets.hold_gradients or self._num_accumulated(batch_size) > 1,
             gathering=gathering_of(view),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
@@ -202,13 +207,16 @@ class LightningTrial:
         Raises:
             StepFailedError: The step raises, for another reason than a lack of memory or of samples.
         """
+        return together(self.trainer.lightning_module, partial(self._tried, batch_size, with_scratch))
+
+    def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
             try:
                 return self._measured(batch_size, with_scratch)
             except Exception as error:
                 if is_out_of_memory(error) or is_too_small_for_batch_norm(error):
                     raise
-                raise StepFailedError from error
+                raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         module, trainer = self.trainer.lightning_module, self.trainer
@@ -226,7 +234,11 @@ class LightningTrial:
                     trainer, batch, self.batch_idx, zero_grad=zero_grad, with_optimizer=self.with_optimizer
                 )
             peak_bytes = max(peak_bytes, measured.peak_bytes)
-        return peak_bytes
+        return peak_bytes + self._unseen_bytes()
+
+    def _unseen_bytes(self) -> int:
+        """The buckets of DDP, of which no operation tells; CUDA's allocator counts them."""
+        return 0 if self.device.type == "cuda" else buckets_of(self.trainer).num_bytes
 
     def _num_accumulated(self, batch_size: int) -> int:
         """Most batches an optimizer step."""
@@ -237,7 +249,7 @@ class LightningTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.trainer.lightning_module, self.device)
+        return alive_bytes(self.trainer.lightning_module, self.device) + self._unseen_bytes()
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""

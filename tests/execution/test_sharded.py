@@ -11,22 +11,26 @@ import pytest
 from sharded_run import RUNS
 
 
+def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script, which starts the second process itself."""
+    script = Path(__file__).parent.parent / "sharded_run.py"
+    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    return subprocess.run(
+        [sys.executable, str(script), str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     """What both ranks have passed, and what was printed: one start of two processes serves for all."""
     folder = tmp_path_factory.mktemp("sharded")
-    script = Path(__file__).parent.parent / "sharded_run.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    ran = start(folder)
     passed = [
         set((folder / f"done-{rank}").read_text().split()) for rank in (0, 1) if (folder / f"done-{rank}").exists()
     ]
@@ -34,7 +38,17 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["in_trainer", *RUNS])
+@pytest.mark.parametrize("name", ["in_trainer", "finds_a_size", *RUNS])
 def test_the_bits_of_plain_fsdp2(name: str, done: tuple[list[str], str]) -> None:
     passed, output = done
     assert name in passed, output
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path) -> None:
+    ran = start(tmp_path, "fails")
+    assert ran.returncode != 0
+    for rank in (0, 1):
+        told = (tmp_path / f"failed-{rank}").read_text()
+        assert "OtherRankError: process 1 of 2 has failed" in told, told
+        assert "ArithmeticError: of the second process" in told, told

@@ -24,6 +24,7 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     check_search(*seen(tmp_path, "search"))
     plain, planned = seen(tmp_path, "plain"), seen(tmp_path, "keep")
     assert planned[0]["num_recomputed"] > 0
+    check_buckets(planned[0], seen(tmp_path, "views")[0])
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
     check_accumulation(*seen(tmp_path, "effective"))
@@ -48,6 +49,14 @@ def check_search(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["measured_peak_bytes"] <= first["budget_bytes"]
     assert first["num_recomputed"] > 0
     assert first["sizes"][:2] == [first["batch_size"]] * 2
+
+
+def check_buckets(twice: dict[str, Any], once: dict[str, Any]) -> None:
+    """DDP's buckets are a second copy of the gradients, unless these are views into them."""
+    assert twice["resident_bytes"] - once["resident_bytes"] == twice["parameter_bytes"]
+    assert once["num_recomputed"] > 0
+    for found in (twice, once):
+        assert abs(found["correction_bytes"]) < 0.02 * found["measured_peak_bytes"], found
 
 
 def check_accumulation(first: dict[str, Any], second: dict[str, Any]) -> None:
