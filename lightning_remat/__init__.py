@@ -10,7 +10,7 @@ from .execution.rewriter import restore as restore
 from .measure.meter import measure_peak as measure_peak
 from .module_state.ambient import is_recomputing as is_recomputing
 from .planners import PLANNERS as PLANNERS
-from .plans.planner import Plan as Plan
+from .plans.plan import Plan as Plan
 from .plans.planner import plan as plan
 from .profiling.profiler import profile as profile
 from .regions.rematerializer import rematerialize as rematerialize

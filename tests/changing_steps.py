@@ -101,7 +101,7 @@ class _Recomputations:
         self.count += not is_first
 
 
-_OURS = {"_rematerialization", "_replicate_for_data_parallel"}
+_OURS = {"_rematerialization", "_replicate_for_data_parallel", "__getstate__"}
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

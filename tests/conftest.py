@@ -1,13 +1,16 @@
 """What holds for every test: examples that repeat, and one thread for each of several processes.
 
 Hypothesis tries the same examples in every run, so that a commit passes or fails for good;
-`pytest --hypothesis-profile=explore` looks for new ones.
+`pytest --hypothesis-profile=explore` looks for new ones. `pytest --ledger` has the device of the tests, on which those
+marked `gpu` run; without it they run on CUDA where there is one.
 """
 
 import logging
 import os
 
+import pytest
 import torch
+from accelerator import ledger
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True)
@@ -18,3 +21,25 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes o
     torch.set_num_threads(1)
 
 logging.getLogger("torch.__trace").disabled = True  # TorchDynamo's structured log, which pytest would format and keep
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ledger", action="store_true", help="run tests marked gpu on the device of the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--ledger"):
+        try:
+            ledger.load()
+        except ledger.MissingToolError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> torch.device:
+    """A device that is not the host: for tests marked `gpu`."""
+    if request.config.getoption("--ledger"):
+        return torch.device(ledger.NAME, 0)
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; `pytest --ledger` runs it on the device of the tests")
+    return torch.device("cuda", 0)

@@ -80,6 +80,7 @@ class _Ends(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self.found = {
             "randoms": (random.random(), float(np.random.random()), torch.rand(3)),  # noqa: NPY002
+            "random of the device": torch.rand(3, device=pl_module.device),
             "metrics": dict(trainer.callback_metrics),
             "counts": (trainer.global_step, trainer.current_epoch, trainer.should_stop, trainer.num_training_batches),
             "optimizers": [o.state_dict() for o in trainer.optimizers],
@@ -95,6 +96,7 @@ def assert_same_run(
     callback: Rematerialization | None = None,
     fit: Callable[[LightningModule], dict[str, Any]] | None = None,
     is_planned: bool | None = True,
+    where: Callable[[], dict[str, Any]] = dict,
     **options: Any,
 ) -> Rematerialization:
     """Trains without and with the callback, and compares all that is left.
@@ -106,6 +108,7 @@ def assert_same_run(
         callback: Ours, if not the usual one.
         fit: The arguments of `fit`.
         is_planned: Whether something must be recomputed; None: whatever is.
+        where: Makes the options of the Trainer that say on which device.
         **options: Of the Trainer.
     """
     callback = remat() if callback is None else callback
@@ -114,7 +117,8 @@ def assert_same_run(
         seed_everything(3, verbose=False)
         module, ends = factory(), _Ends()
         folder = root / kind
-        trainer = run(folder, module, *ours, *callbacks(), ends, fit=None if fit is None else fit(module), **options)
+        given = None if fit is None else fit(module)
+        trainer = run(folder, module, *ours, *callbacks(), ends, fit=given, **where(), **options)
         assert "forward" not in vars(module)
         found.append(
             {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..budget import format_bytes, parse_budget
 from ..errors import InfeasibleBudgetError
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from ..reports.result import Candidate
 from .schedule_pool import SchedulePool, make_pool
 from .settings import Settings

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
 from ..planners import planner_of
-from ..plans.planner import Plan
+from ..plans.plan import Plan, StepPlan, plain_timeline
 from ..plans.step_memory import RegionCost, Surroundings, step_timeline
-from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..plans.step_planner import plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ..budget import format_bytes
+from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..plans.plan import StepPlan
 from ..plans.planner import plan
-from ..plans.step_planner import StepPlan
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor
@@ -196,8 +196,7 @@ def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tup
     if most == _OUT_OF_MEMORY:
         uninstall(modules)
         gc.collect()
-        if trial.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(trial.device)
         return [], most
     return modules, most
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from ..errors import TraceError
 from ..execution.rewriter import install_parts, restore
+from ..plans.plan import StepPlan, plain_timeline
 from ..plans.step_memory import Surroundings, Timeline
-from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..plans.step_planner import plan_step
 from ..regions.calls import View
 from ..regions.fit import misfit
 from ..regions.search import find_regions, profiled_out_of_place, programs_of

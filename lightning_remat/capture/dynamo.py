@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 import types
@@ -21,6 +22,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
+from ..module_state.preserve import preserved_own_generators
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -44,7 +46,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CapturedGraph:
     """What TorchDynamo handed over.
 
@@ -133,7 +135,8 @@ class CompiledForward:
             raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.run = getattr(self._local, "run", None), run
         try:
-            with config.patch(_SETTINGS):  # of this thread; TorchDynamo may have to capture anew
+            # Of this thread; TorchDynamo may have to capture anew.
+            with config.patch(_SETTINGS | {_IGNORED: _ignored_functions()}):
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -151,7 +154,7 @@ class CompiledForward:
             raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
         python_state = random.getstate()  # what Python draws is drawn before the graph runs
         try:
-            with torch.enable_grad(), _dynamic(tensors_in((args, kwargs))):
+            with torch.enable_grad(), preserved_own_generators(module), _dynamic(tensors_in((args, kwargs))):
                 self.call(_end_here, module, args, kwargs)
         except _Bound as bound:
             return bound.graph, bound.values
@@ -163,6 +166,16 @@ class CompiledForward:
             random.setstate(python_state)
         raise CaptureError("it computes nothing", None)
 
+
+def _ignored_functions() -> set[Callable[..., Any]]:
+    """What libraries add to loggers to say something once: such a line is left out, where others divide a forward.
+
+    transformers has one in the loss of each model whose configuration names none.
+    """
+    return {f for name, f in vars(logging.Logger).items() if name.endswith("_once")} | getattr(config, _IGNORED)
+
+
+_IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11
 
 _forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
     weakref.WeakKeyDictionary(),

@@ -22,7 +22,7 @@ _FUNCTIONS = {
     functional.leaky_relu,
     functional.hardtanh,  # ReLU6 is one
 }
-_PLACES = {functional.leaky_relu: 2, functional.hardtanh: 3}  # of the flag; 1 for the others
+_PLACES: dict[Any, int] = {functional.leaky_relu: 2, functional.hardtanh: 3}  # of the flag; 1 for the others
 _IN_PLACE: dict[Any, Any] = {
     "relu_": torch.relu,
     torch.relu_: torch.relu,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..budget import format_bytes
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from ..reports.result import Candidate
 from .devices import Device
 from .network import Network

@@ -12,7 +12,8 @@ from ..batch_search.settings import Settings
 from ..batch_search.trial import StepModel, install, model_step, planned_out_of_place, uninstall
 from ..errors import InfeasibleBudgetError
 from ..planners import PLANNERS
-from ..plans.step_planner import StepPlan, plan_step
+from ..plans.plan import StepPlan
+from ..plans.step_planner import plan_step
 from ..reports.residency import Contents, contents_at, plain_step, view_step
 from ..reports.result import Candidate, Result
 from .network import Network

@@ -166,11 +166,11 @@ class Execution:
             try:
                 if target < self.position:
                     self._start_over()
-                before = self.program.before
+                before, recomputes = self.program.before, self.program.recomputes
                 while self.position < target:
                     self.position += 1
                     if instructions := before[self.position]:
-                        self._follow(instructions)
+                        self._follow(instructions, recomputes=recomputes[self.position])
             except BaseException:
                 self.forget()
                 self.position = len(self.program.backwards)  # whatever comes next starts over
@@ -188,9 +188,9 @@ class Execution:
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
 
-    def _follow(self, instructions: tuple[Instruction, ...]) -> None:
+    def _follow(self, instructions: tuple[Instruction, ...], *, recomputes: bool) -> None:
         """Recomputes and discards; a stretch of recomputations has its settings once."""
-        with self._recomputing() if _has_runs(instructions) else nullcontext():
+        with self._recomputing() if recomputes else nullcontext():
             for what, n in instructions:
                 if what is Do.RUN_AGAIN:
                     self.run_again(n, with_tape=self.steps[n].is_hooked)
@@ -298,10 +298,6 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-
-
-def _has_runs(instructions: tuple[Instruction, ...]) -> bool:
-    return any(what is Do.RUN_AGAIN for what, _ in instructions)
 
 
 def leaf_of(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..module_state.random_state import Draws, generators_in_use
 from ..operations.contexts import ContextStack
@@ -47,6 +47,11 @@ class _Forward:
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
+        given = tensors_of(self.values) if self.program.revived else []
+        self.outside = {storage_key(t) for t in given}
+        self.awake: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # tensor -> operations that returned it and do not sleep
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
@@ -119,7 +124,7 @@ class _Forward:
             made, saved = self._call(n, step)
         outputs = made[: len(step.outputs)]
         if self.program.revived:
-            outputs = self._apart_from_inputs(step, outputs)
+            self._wake(n, outputs)
         for slot, value in zip(step.outputs, outputs, strict=True):
             values[slot] = value
             if step.is_output:
@@ -193,10 +198,13 @@ class _Forward:
             return place
         return Place(OutputRef(source.operation, source.leaf, geometry), place.slot, place.leaf)
 
-    def _apart_from_inputs(self, step: Step, outputs: Iterable[Any]) -> tuple[Any, ...]:
-        """The values as tensors of their own where the operation returned its input, which may be put to sleep."""
-        inputs = {id(t) for t in tensors_of(self.values[i] for i in (*step.inputs, *step.external, *step.kept))}
-        return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in inputs else t, tuple(outputs))
+    def _wake(self, n: int, outputs: Iterable[Any]) -> None:
+        """Notes that operation n returned the outputs; several may return one tensor, as casts that change nothing do.
+
+        Views in their place would be other nodes to autograd, which then adds gradients up in another order.
+        """
+        for t in tensors_of(outputs):
+            self.awake.setdefault(t, set()).add(n)
 
     def _announce(self, n: int, leaves: list[Tensor]) -> None:
         """A backward that reads nothing still moves the program on.
@@ -211,13 +219,17 @@ class _Forward:
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
 
-        All give up their memory. A view that sleeps holds its base, whether that is computed again or not.
+        All give up their memory. A view that sleeps holds its base, whether that is computed again or not. A view of an
+        input has no memory to give up, and what saved it, which is no reader to the schedule, has the very tensor.
         """
         step = self.program.steps[n]
         outputs = [self.values[slot] for slot in step.outputs]
         if not step.is_output:  # the caller holds what leaves the region
             for t in tensors_of(outputs):
-                t.data = t.data.new_empty(0)
+                awake = self.awake.setdefault(t, set())
+                awake.discard(n)
+                if not awake and storage_key(t) not in self.outside:
+                    t.data = t.data.new_empty(0)
         if n in self.program.revived:
             self.dormant[n] = outputs
         self.execution.drop(n)
@@ -233,6 +245,8 @@ class _Forward:
             again = tensors_of(self.values[slot] for slot in step.outputs)
             with torch.no_grad():
                 for t, new in zip(tensors_of(asleep), again, strict=True):
-                    t.data = new.detach()
+                    if not self.awake.get(t):
+                        t.data = new.detach()
+            self._wake(n, asleep)
         for slot, value in zip(step.outputs, asleep, strict=True):
             self.values[slot] = value

@@ -89,7 +89,9 @@ class Program:
         constants: How each is computed, and its slot.
         forward: What the forward does.
         backwards: The operations in the order of their backwards.
-        before: For each entry of `backwards`, what happens right before it.
+        before: For each entry of `backwards`, what happens when it tells that it begins, back to the one that told
+            before; nothing for those that do not tell.
+        recomputes: For each entry of `backwards`, whether operations run again then.
         place: For each operation, its place in `backwards`.
         released: For each operation, whose outputs the table lets go of once its backward has read them.
         hooked: The operations of which autograd gets references.
@@ -108,6 +110,7 @@ class Program:
     forward: tuple[Instruction, ...]
     backwards: tuple[int, ...]
     before: tuple[tuple[Instruction, ...], ...]
+    recomputes: tuple[bool, ...]
     place: tuple[int, ...]
     released: tuple[frozenset[int], ...]
     hooked: frozenset[int]
@@ -115,16 +118,6 @@ class Program:
     result: Any
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
-
-    def __deepcopy__(self, memo: Any) -> Program:
-        return self  # bound to no module
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # pickling a rewritten module yields the plain module
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +143,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     hooked = hooked_operations(schedule, graph, order)
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after)
-    announced = {n for k, n in enumerate(order.backwards) if any(what == Do.RUN_AGAIN for what, _ in lines.before[k])}
+    recomputes = tuple(any(what is Do.RUN_AGAIN for what, _ in before) for before in lines.before)
+    announced = {n for n, again in zip(order.backwards, recomputes, strict=True) if again}
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     has_contexts = any(contexts_of(p) for o in traced.operations for p in o.parts)
     runs = Counter(n for kind, n in schedule if kind == "F")
@@ -175,13 +169,25 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         constants,
         lines.forward,
         order.backwards,
-        lines.before,
+        _gathered(lines.before, [n in hooked or n in announced for n in order.backwards]),
+        recomputes,
         order.place,
         lines.released,
         hooked,
         order.revived,
         map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
     )
+
+
+def _gathered(before: Sequence[tuple[Instruction, ...]], tells: Sequence[bool]) -> tuple[tuple[Instruction, ...], ...]:
+    """What happens before backwards of which nobody hears happens before the next one that tells."""
+    found: list[tuple[Instruction, ...]] = []
+    waiting: tuple[Instruction, ...] = ()
+    for instructions, does_tell in zip(before, tells, strict=True):
+        waiting += instructions
+        found.append(waiting if does_tell else ())
+        waiting = () if does_tell else waiting
+    return tuple(found)
 
 
 def _step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import types
@@ -22,7 +23,7 @@ from ..errors import TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan
+from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
 from ..schedules.schedule import Schedule
@@ -34,6 +35,9 @@ logger = logging.getLogger("lightning_remat")
 
 _STATE = "_rematerialization"
 _REPLICATE = "_replicate_for_data_parallel"
+_GET_STATE = "__getstate__"
+_BOUND = ("forward", _REPLICATE, _GET_STATE)
+"""What a rewritten module has instead of its class's."""
 
 _MOST_PLANS = 8
 """Graphs for which plans are made while a module trains, before it goes on without."""
@@ -63,18 +67,16 @@ _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class _Rewritten:
-    """What `install` leaves on a module: shared by its copies, gone from its pickle.
+    """What `install` leaves on a module: shared by its deep copies, gone from its pickle.
 
     Args:
-        plan: That of the module; None in a pickle.
+        plan: That of the module.
         parts: The programs of the graphs that its forward consists of, and their plans; none where only its submodules
             have programs of their own.
         planner: What makes further plans, for graphs that TorchDynamo captures later.
     """
 
-    def __init__(
-        self, plan: Plan | None, parts: Sequence[Part] = (), planner: str | Callable[..., Schedule] = "auto"
-    ) -> None:
+    def __init__(self, plan: Plan, parts: Sequence[Part] = (), planner: str | Callable[..., Schedule] = "auto") -> None:
         self.plan, self.parts, self.planner = plan, parts, planner
         self.watch: Watch | None = None
         self._lock = threading.Lock()
@@ -142,9 +144,6 @@ class _Rewritten:
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
 
-    def __reduce__(self) -> Any:
-        return _Rewritten, (None,)
-
 
 def _is_worth(plan: Plan) -> bool:
     return bool(plan.num_recomputed) or plan.peak_bytes < plan.plain.peak_bytes
@@ -171,6 +170,31 @@ def _put(module: nn.Module, state: _Rewritten) -> None:
 def _bind(module: nn.Module) -> None:
     module.forward = types.MethodType(forward, module)
     vars(module)[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
+    vars(module)[_GET_STATE] = types.MethodType(_plain_state, module)
+
+
+def _plain_state(self: nn.Module) -> Any:
+    """The state of a shallow copy and of a pickle: the plain module's, as what is bound here would run this module."""
+    state = cast(Any, type(self)).__getstate__(self)
+    if not isinstance(state, dict):
+        return state
+    named = cast(dict[str, Any], state)
+    own = {name: value for name, value in named.items() if name in (_STATE, *_BOUND)}
+    return _State({name: value for name, value in named.items() if name not in own}, own)
+
+
+class _State(dict[str, Any]):
+    """The plain state of a rewritten module; a deep copy is rewritten like it."""
+
+    def __init__(self, plain: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self._own = own
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy({**self, **self._own}, memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
@@ -228,8 +252,8 @@ def restore(module: nn.Module) -> None:
     """Undoes `rematerialize`, of submodules as well; does nothing to a module that is not rewritten."""
     for m in module.modules():
         if vars(m).pop(_STATE, None) is not None:
-            vars(m).pop("forward", None)
-            vars(m).pop(_REPLICATE, None)
+            for name in _BOUND:
+                vars(m).pop(name, None)
 
 
 def current_plan(module: nn.Module) -> Plan | None:
@@ -285,13 +309,23 @@ class Rewriting:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a rewritten module; code that is compiled or exported around it sees the plain one.
+    """The forward of a rewritten module.
 
-    So does `torch.utils.checkpoint` around it, which counts what its two runs save and keeps nothing of it.
+    Code that is exported around it sees the plain one, code that is compiled around it is interrupted by it.
+    """
+    if is_captured():
+        return type(self).forward(self, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _run_apart(self, args, kwargs)
+    return _run(self, args, kwargs)
+
+
+def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By its programs, or plain where that is what is meant, as in `torch.utils.checkpoint`.
+
+    That counts what its two runs save, and keeps nothing of it.
     """
     original = type(self).forward
-    if torch.compiler.is_compiling() or is_captured():
-        return original(self, *args, **kwargs)
     state: _Rewritten | None = vars(self).get(_STATE)
     if state is None or not state.parts or not self.training or not torch.is_grad_enabled():
         return original(self, *args, **kwargs)
@@ -310,3 +344,6 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         f"{type(self).__name__} runs without rematerialization because {reason}; call rematerialize again", stacklevel=2
     )
     return original(self, *args, **kwargs)
+
+
+_run_apart: Callable[..., Any] = torch.compiler.disable(_run, reason="a rematerialized module runs by its schedule")  # pyright: ignore

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from ..devices import memory_info
 from .resident_memory import release_unused
 
 
@@ -26,15 +27,11 @@ class DeviceMemory(NamedTuple):
 def device_memory(device: torch.device) -> DeviceMemory:
     """The memory of a device, and what of it is free for this process.
 
-    On CUDA not more than the process's fraction (`torch.cuda.set_per_process_memory_fraction`); on the CPU the least of
-    the machine's memory, of what its control groups allow, and of what `RLIMIT_AS` leaves of the address space.
+    On a device with memory of its own what `devices.memory_info` tells; otherwise the least of the machine's memory, of
+    what its control groups allow, and of what `RLIMIT_AS` leaves of the address space.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        free += torch.cuda.memory_reserved(device) - allocated
-        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        return DeviceMemory(min(free, max(0, allowed - allocated)), min(total, allowed))
+    if (of_device := memory_info(device)) is not None:
+        return DeviceMemory(*of_device)
     release_unused()
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)

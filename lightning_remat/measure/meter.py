@@ -1,4 +1,4 @@
-"""Peak memory by one definition: bytes of live storages (CPU, fake tensors), the allocator's figure (CUDA)."""
+"""Peak memory by one definition: bytes of live storages (CPU, fake tensors), the allocator's figure (devices)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..devices import (
+    HOST,
+    allocated_bytes,
+    counts_memory,
+    empty_cache,
+    most_bytes,
+    start_counting,
+    synchronize,
+)
 from .resident_memory import ResidentGrowth
 
 
@@ -37,7 +46,7 @@ def measure_peak(
     """Measures the peak memory of a block of code.
 
     On the CPU and on fake tensors it is the sum of the bytes of all live storages that `include` names or that an
-    operation of the block made. On CUDA it is the allocator's own figure, which counts all that is alive.
+    operation of the block made. On a device it is the allocator's own figure, which counts all that is alive.
 
     >>> x = torch.zeros(256)
     >>> with measure_peak(include=[x]) as measured:
@@ -49,30 +58,29 @@ def measure_peak(
         device: Where the block allocates; None stands for the CPU and for fake tensors of any device.
         include: Tensors alive from the start; a module stands for its parameters, their gradients and its buffers.
         with_scratch: Whether all counts that the device must have for the block: on the CPU what kernels use beside
-            tensors, as far as the system tells; on CUDA what the allocator reserves, fragmentation included.
+            tensors, as far as the system tells; on a device what the allocator reserves, fragmentation included.
 
     Yields:
         A `Peak`, whose `peak_bytes` is set when the block ends.
     """
     measured = Peak()
-    if device is not None and torch.device(device).type == "cuda":
-        device = torch.device(device)
-        torch.cuda.synchronize(device)
+    device = HOST if device is None else torch.device(device)
+    if counts_memory(device):
+        synchronize(device)
         if with_scratch:
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        measured.start_bytes = torch.cuda.memory_allocated(device)
+            empty_cache(device)
+        start_counting(device)
+        measured.start_bytes = allocated_bytes(device)
         try:
             yield measured
         finally:
-            torch.cuda.synchronize(device)
-            most = torch.cuda.max_memory_reserved if with_scratch else torch.cuda.max_memory_allocated
-            measured.peak_bytes = most(device)
+            synchronize(device)
+            measured.peak_bytes = most_bytes(device, reserved=with_scratch)
         return
     meter = StorageMeter()
     meter.add_all(_tensors(include))
     measured.start_bytes = meter.alive_bytes
-    resident = ResidentGrowth() if with_scratch else None
+    resident = ResidentGrowth() if with_scratch and device.type == "cpu" else None
     try:
         with meter:
             yield measured

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..devices import counts_memory, most_bytes, start_counting, synchronize
 from .meter import Peak, measure_peak
 
 
@@ -20,8 +21,8 @@ class Reading:
     Attributes:
         step_seconds: Wall time a step, data loading included and validation left out.
         samples_per_second: On this device.
-        peak_bytes: Most memory alive; on the CPU during the last step of the interval, which alone is metered. None if
-            none was.
+        peak_bytes: Most memory alive; where no allocator counts, during the last step of the interval, which alone is
+            metered. None if none was.
     """
 
     step_seconds: float
@@ -30,7 +31,11 @@ class Reading:
 
 
 class StepClock:
-    """Counts steps and samples between readings; stands still during validation."""
+    """Counts steps and samples between readings; stands still during validation.
+
+    Attributes:
+        meters_steps: Whether memory has to be looked at operation by operation, step by step.
+    """
 
     def __init__(self, device: torch.device, *, with_scratch: bool = False) -> None:
         self.device, self._with_scratch = device, with_scratch
@@ -39,13 +44,9 @@ class StepClock:
         self._num_steps = self._num_samples = 0
         self._stack = ExitStack()
         self._peak: Peak | None = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    @property
-    def meters_steps(self) -> bool:
-        """Whether memory has to be looked at operation by operation, step by step."""
-        return self.device.type != "cuda"
+        self.meters_steps = not counts_memory(device)
+        if not self.meters_steps:
+            start_counting(device)
 
     def start(self) -> None:
         """Runs on, if it stood still."""
@@ -55,13 +56,12 @@ class StepClock:
     def stop(self) -> None:
         """Stands still until the next `start`."""
         if self._is_running:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             self._elapsed += time.perf_counter() - self._started
             self._is_running = False
 
     def meter(self, alive: Sequence[Any]) -> None:
-        """Meters memory until the next reading. CUDA's allocator always does; the CPU looks at every operation."""
+        """Meters memory until the next reading, operation by operation; a device's allocator always does."""
         if self.meters_steps:
             self._peak = self._stack.enter_context(measure_peak(self.device, alive, with_scratch=self._with_scratch))
 
@@ -76,12 +76,12 @@ class StepClock:
         if not self._num_steps:
             return None
         self.stop()
-        if self.device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+        if self.meters_steps:
             peak_bytes = self._peak.peak_bytes if self._peak is not None else None
             self._peak = None
+        else:
+            peak_bytes = most_bytes(self.device)
+            start_counting(self.device)
         seconds = max(self._elapsed, 1e-9)
         reading = Reading(seconds / self._num_steps, self._num_samples / seconds, peak_bytes)
         self._elapsed, self._num_steps, self._num_samples = 0.0, 0, 0

@@ -1,10 +1,12 @@
-"""Seconds of a block on a device: the clock on the CPU, events on CUDA."""
+"""Seconds of a block on a device: the clock on the host, events on a device."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+
+from ..devices import mark, timed_event
 
 
 class Stopwatch:
@@ -17,20 +19,19 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
         self._start = 0.0
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        self._device = device
+        self._first, self._last = timed_event(device), timed_event(device)
 
     def __enter__(self) -> Stopwatch:
-        if self._events is not None:
-            self._events[0].record()
+        if self._first is not None:
+            mark(self._first, self._device)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._events is None:
+        if self._first is None or self._last is None:
             self.seconds = time.perf_counter() - self._start
             return
-        self._events[1].record()
-        self._events[1].synchronize()
-        self.seconds = self._events[0].elapsed_time(self._events[1]) / 1000
+        mark(self._last, self._device)
+        self._last.synchronize()
+        self.seconds = self._first.elapsed_time(self._last) / 1000

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..devices import new_generator
 from .random_state import RandomState, generators_in_use
-
-_WITH_GENERATORS = ("cpu", "cuda")
 
 
 class OwnDraws(TorchDispatchMode):
@@ -28,7 +27,7 @@ class OwnDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.num_draws = 0
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generators: dict[torch.device, torch.Generator | None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,9 +39,9 @@ class OwnDraws(TorchDispatchMode):
             return func(*args, **named)
         self.num_draws += 1
         device = _device(args, named)
-        taking = _taking_generator(func) if device.type in _WITH_GENERATORS else None
-        if taking is not None:
-            return taking(*args, **named, generator=self._generator(device))
+        taking, generator = _taking_generator(func), self._generator(device)
+        if taking is not None and generator is not None:
+            return taking(*args, **named, generator=generator)
         with generators_in_use:
             state = RandomState([] if device.type == "cpu" else [device])
             try:
@@ -50,9 +49,9 @@ class OwnDraws(TorchDispatchMode):
             finally:
                 state.put_back()
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def _generator(self, device: torch.device) -> torch.Generator | None:
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
+            self._generators[device] = new_generator(device)
         return self._generators[device]
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .recorded_values import Recorder, Undo
+from ..devices import devices_in_use, random_state, set_random_state
+from .recorded_values import Recorder, Undo, generator_undo
 
 
 @contextmanager
@@ -78,18 +79,29 @@ def preserved_random() -> Generator[None]:
         put_back()
 
 
+@contextmanager
+def preserved_own_generators(module: nn.Module) -> Generator[None]:
+    """Restores the random generators that are attributes of a module and its submodules."""
+    attributes = (value for m in module.modules() for value in vars(m).values())
+    undo = [put_back for value in attributes if (put_back := generator_undo(value)) is not None]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
 def record_random() -> Undo:
     """What puts the random states of python, numpy and torch on every device back to what they are now."""
     # numpy's global state is the one that users' data sets draw from.
     numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    python_state = random.getstate()
+    states = [(device, random_state(device)) for device in devices_in_use()]
 
     def put_back() -> None:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        for device, state in states:
+            set_random_state(device, state)
 
     return put_back

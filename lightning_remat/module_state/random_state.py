@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from ..devices import HOST, random_state, set_random_state
+
 generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
 
@@ -83,12 +85,15 @@ class _Source(NamedTuple):
 
 
 def _sources(devices: Iterable[torch.device]) -> list[_Source]:
-    sources = [_Source("the CPU's generator", torch.get_rng_state, torch.set_rng_state, _same_tensor)]
-    for device in devices:
-        of_device: Any = torch.get_device_module(device)
-        read, write = partial(of_device.get_rng_state, device), partial(of_device.set_rng_state, device=device)
-        sources.append(_Source(f"the generator of {device}", read, write, _same_tensor))
-    return sources
+    return [
+        _Source(
+            f"the generator of {device}",
+            partial(random_state, device),
+            partial(set_random_state, device),
+            _same_tensor,
+        )
+        for device in (HOST, *devices)
+    ]
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -94,7 +94,7 @@ class Recorder:
             self._add_array(value)
         elif isinstance(value, (dict, list, set, deque, tuple, bytearray)):
             self._add_container(value)
-        elif (undo := _generator_undo(value)) is not None:
+        elif (undo := generator_undo(value)) is not None:
             self.undo.append(undo)
         elif _is_plain(value):
             self._add_attributes(value)
@@ -173,7 +173,7 @@ def _value_undo(tensor: Tensor) -> Undo:
     return put_back
 
 
-def _generator_undo(value: Any) -> Undo | None:
+def generator_undo(value: Any) -> Undo | None:
     """What puts a random generator back; None for other objects."""
     if isinstance(value, torch.Generator):
         state = value.get_state()

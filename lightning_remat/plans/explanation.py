@@ -10,7 +10,7 @@ from ..planners._auto.front_search import front_of
 from ..schedules.floor import Floor, find_floor
 from ..schedules.graph import Graph
 from ..schedules.time_bound import least_recompute_seconds
-from .planner import Plan
+from .plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
+from ..devices import HOST, device_of
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
@@ -120,9 +121,9 @@ class _Profiler:
         # Elsewhere the mode would only cost the time that is measured; on fake tensors nothing is drawn.
         self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
         tensors = [v for v in self.given.values() if isinstance(v, Tensor)]
-        self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        self.metered_device = torch.device("cpu") if is_fake else self.device
-        # CUDA's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
+        self.device = device_of(tensors)
+        self.metered_device = HOST if is_fake else self.device
+        # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
         self.external = {key for t in tensors if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]

@@ -22,6 +22,7 @@ from ..module_state.sharding import gathered_modules, gathering_units, has_units
 from ..operations.operation import TracedModule
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
+from .profiles import known_profile
 from .saved_between import SavedBetween
 
 
@@ -84,10 +85,15 @@ class Call:
 
     def profiled(self, traced: TracedModule, **options: Any) -> Graph:
         """The costs of these operations in the call, with the options of `profile`."""
-        with self.ambient.restored():
-            if self.part is None:
+        part, leaves = self.part, flatten((self.args, self.kwargs))[0]
+
+        def made() -> Graph:
+            if part is None:
                 return profile(traced, *self.args, **options, **self.kwargs)
-            return profile_call(traced, stand_ins(self.part.values), tensors_in((self.args, self.kwargs)), **options)
+            return profile_call(traced, stand_ins(part.values), tensors_in((self.args, self.kwargs)), **options)
+
+        with self.ambient.restored():
+            return known_profile(traced, leaves if part is None else part.values, options, made)
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
         part = self.part

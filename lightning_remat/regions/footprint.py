@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..devices import allocated_bytes, counts_memory
 from ..measure.cost_model import CostCounter
-from ..measure.meter import measure_peak, tensor_storage
+from ..measure.meter import measure_growth, tensor_storage
 from ..measure.stopwatch import Stopwatch
 from ..module_state.nesting import tensors_in
 from .calls import Call, View
@@ -27,9 +28,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def alive_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes alive on the device: what CUDA's allocator counts, on the CPU the module's parameters and buffers."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    """Bytes alive on the device: what its allocator counts, on the CPU the module's parameters and buffers."""
+    if counts_memory(device):
+        return allocated_bytes(device)
     return storage_bytes([*module.parameters(), *module.buffers()])
 
 
@@ -64,15 +65,24 @@ def optimizer_footprint(
                     parameter.grad = _no_rows(parameter) if id(parameter) in sparse else torch.zeros_like(parameter)
     step_bytes = 0
     for optimizer in optimizers:
-        with measure_peak(device, include=[module, *optimizer_tensors(optimizers)]) as measured:
+        # Not the peak: a device's allocator counts the batch and other models too.
+        alive = [*_owned(module), *optimizer_tensors(optimizers)]
+        with measure_growth(device, alive) as growth:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
-        step_bytes = max(step_bytes, measured.peak_bytes)
+        step_bytes = max(step_bytes, storage_bytes(alive) + growth.peak_bytes)
+        del alive
     is_fake = any(isinstance(p, FakeTensor) for p in module.parameters())
     watch = CostCounter(device) if is_fake else Stopwatch(device)
     with watch:  # not the first step, which makes the states
         for optimizer in optimizers:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
     return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
+
+
+def _owned(module: nn.Module) -> list[Tensor]:
+    """Parameters, their gradients and buffers."""
+    parameters = list(module.parameters())
+    return [*parameters, *(p.grad for p in parameters if p.grad is not None), *module.buffers()]
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

@@ -8,25 +8,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import out_of_place, trace
+from ..devices import device_of
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.rewriter import Rewriting, checked_program, install, restore
 from ..lowering import lower_kept
 from ..measure.device_memory import device_memory
-from ..module_state.nesting import tensors_in
+from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan, planner_of
+from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
+from ..plans.planner import planner_of
 from ..profiling.profiler import profile
+from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .fit import check_fit
+from .profiles import known_profile
 from .rewriter import rewrite_regions
 from .search import is_exchanged
 from .self_check import find_difference
@@ -160,7 +163,12 @@ def _planned(
     Raises:
         InfeasibleBudgetError: It is either way; of the two errors that with the lower peak.
     """
-    graph = profile(traced, *args, **kwargs)
+    leaves = flatten((args, kwargs))[0]
+
+    def profiled(found: TracedModule) -> Graph:
+        return known_profile(found, leaves, {}, lambda: profile(found, *args, **kwargs))
+
+    graph = profiled(traced)
     plain = make_plan(graph, _NO_LIMIT, "keep_all")
     budget_bytes = budget_of(plain.peak_bytes)
     try:
@@ -170,7 +178,7 @@ def _planned(
         if apart is None:
             raise
         try:
-            made = make_plan(profile(apart, *args, **kwargs), budget_bytes, planner)
+            made = make_plan(profiled(apart), budget_bytes, planner)
         except InfeasibleBudgetError as other:
             raise min(error, other, key=lambda e: e.minimum_bytes) from None
         traced, made = apart, replace(made, plain=plain.simulation)
@@ -228,7 +236,7 @@ def _budget(
         ValueError: It has none of the accepted forms.
     """
     tensors: list[Tensor] = [*tensors_in((args, kwargs)), *module.parameters()]
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    device = device_of(tensors)
     is_fake = any(isinstance(t, FakeTensor) for t in tensors)
     free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)
 

@@ -19,9 +19,10 @@ from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units, whole_parts
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan, planner_of
+from ..plans.plan import Plan, StepPlan, plain_timeline
+from ..plans.planner import planner_of
 from ..plans.step_memory import Surroundings
-from ..plans.step_planner import StepPlan, plain_timeline, plan_step
+from ..plans.step_planner import plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .calls import View, look_through, submodules

@@ -17,7 +17,7 @@ from ..execution.rewriter import checked_program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
 from ..operations.operation import TracedModule
-from ..plans.planner import Plan
+from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from .calls import Call, NoCallError, View
 

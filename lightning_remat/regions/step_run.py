@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..devices import HOST, device_of, random_state
 from ..measure.meter import measure_growth
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_random, record
@@ -90,9 +91,8 @@ def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             gradients = run_backward(outputs, list(targets.values()), _ramp, is_sharded=has_units(module))
         found |= {f"gradient of {name}": g for name, g in zip(targets, gradients, strict=False) if g is not None}
         found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-        found["random state"] = torch.get_rng_state()
-        for device in {t.device for t in (*inputs.values(), *targets.values()) if t.device.type == "cuda"}:
-            found[f"random state of {device}"] = torch.cuda.get_rng_state(device)
+        devices = {t.device for t in (*inputs.values(), *targets.values()) if not isinstance(t, FakeTensor)}
+        found |= {f"random state of {device}": random_state(device) for device in {HOST, *devices}}
     return found
 
 
@@ -107,9 +107,7 @@ def step_peak(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     inputs = tensors_in((args, kwargs))
     targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
     is_fake = any(isinstance(t, FakeTensor) for t in inputs)
-    device = next(
-        (t.device for t in (*inputs, *targets) if t.device.type == "cuda" and not is_fake), torch.device("cpu")
-    )
+    device = HOST if is_fake else device_of((*inputs, *targets))
     alive = [*module.parameters(), *module.buffers(), *inputs]
     with untouched(module, inputs), measure_growth(device, include=alive) as growth:
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plans.planner import Plan
+from ..plans.plan import Plan
 from .blocks import blocks
 
 

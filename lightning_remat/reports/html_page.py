@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..budget import format_bytes
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from .block_shares import block_shares, prices
 from .blocks import blocks
 from .residency import StepView, parameter_gradients, plain_step, view_step

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..budget import format_bytes
 from ..measure.step_clock import Reading
-from ..plans.planner import Plan
+from ..plans.plan import Plan
 from ..schedules.stored import write_whole
 from .html_page import headline, write_page
 from .plots import can_plot, plot_candidates, plot_timeline

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ..lowering import lower_kept
-from ..plans.planner import Plan
+from ..plans.plan import Plan, StepPlan
 from ..plans.step_memory import Timeline, gradient_bytes
-from ..plans.step_planner import StepPlan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate

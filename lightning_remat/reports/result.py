@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..plans.planner import Plan
-from ..plans.step_planner import StepPlan
+from ..plans.plan import Plan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
+from ..devices import HOST, random_state
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.agreement import together
@@ -109,9 +110,7 @@ class LightningTrial:
                     found[f"gradient of {name}"] = parameter.grad.clone()
                 found[f"parameter {name}"] = parameter.detach().clone()
             found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-            found["random state"] = torch.get_rng_state()
-            if self.device.type == "cuda":
-                found["random state of the device"] = torch.cuda.get_rng_state(self.device)
+            found |= {f"random state of {device}": random_state(device) for device in {HOST, self.device}}
         return found
 
     @contextmanager

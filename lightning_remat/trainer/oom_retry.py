@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -15,10 +14,11 @@ from torch import nn
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, model_step, planned_out_of_place, uninstall
 from ..budget import format_bytes
+from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.preserve import record, record_random
-from ..plans.step_planner import StepPlan
+from ..plans.plan import StepPlan
 from ..reports.result import Result
 from .lightning_step import LightningTrial
 from .private_api import logged_results
@@ -64,8 +64,7 @@ class StepRetry:
             for parameter in module.parameters():
                 parameter.grad = None
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        empty_cache(self.trainer.strategy.root_device)
         try:
             plan = self._replan(batch)
         except ValueError as error:  # no tighter plan: the first error stands

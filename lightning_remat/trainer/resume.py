@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from ..batch_search.settings import Settings
-from ..plans.step_planner import StepPlan
+from ..devices import device_name
+from ..plans.plan import StepPlan
 from ..regions.calls import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
@@ -24,14 +25,13 @@ _VERSION = 3
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
     """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
     module, root = trainer.lightning_module, trainer.strategy.root_device
-    device = torch.cuda.get_device_name(root) if root.type == "cuda" else root.type
     planner = settings.planner if isinstance(settings.planner, str) else getattr(settings.planner, "__qualname__", "")
     facts: list[Any] = [
         _VERSION,
         [(name, type(m).__qualname__) for name, m in submodules(module)],
         [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
         trainer.precision,
-        device,
+        device_name(root),
         trainer.world_size,
         planner,
         [settings.memory_budget, settings.batch_size, settings.objective, settings.effective_batch_size],

@@ -35,11 +35,12 @@ class _TakesGradients(torch.autograd.Function):
         return tuple(torch.ones_like(t) for t in ctx.saved_tensors)
 
 
-def measured_peak(module: nn.Module, x: Tensor) -> int:
+def measured_peak(module: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Peak of one forward and backward, by the meter."""
     module.zero_grad(set_to_none=True)
-    with measure_peak(include=[module, x]) as measured:
-        outputs = [t for t in tree_leaves(module(x)) if isinstance(t, Tensor)]
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    with measure_peak(include=[module, *inputs]) as measured:
+        outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
         loss = _TakesGradients.apply(*outputs)
         del outputs
         loss.backward()

@@ -153,6 +153,48 @@ def test_a_view_that_sleeps_is_not_what_a_backward_reads() -> None:
     assert_equal_traces(traces(plain, [x]), traces(module, [x]))
 
 
+class TakesTarget(nn.Module):
+    """Its loss saves a view of an input, as language models do with their labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x).sigmoid(), target.view(-1))
+
+
+def test_a_view_of_an_input_that_sleeps_is_what_a_backward_reads() -> None:
+    plain, ours = TakesTarget(), TakesTarget()
+    ours.load_state_dict(plain.state_dict())
+    x, target = torch.randn(8, 4), torch.randint(0, 4, (2, 4))
+    graph = profile(trace(ours, x, target), x, target)
+    assert [n.name for n in graph.nodes] == ["linear", "sigmoid", "view", "cross_entropy"]
+    rewrite(ours, Schedule.parse("F0 F1 D0 F2 D2 F2 F3 D2 B3 D3 T3 B2 B1 D1 B0"), x, target)
+    assert torch.equal(plain(x, target), ours(x, target))
+    plain(x, target).backward()
+    ours(x, target).backward()
+    assert torch.equal(plain.linear.weight.grad, ours.linear.weight.grad)
+
+
+class CastsInVain(nn.Module):
+    """What it casts is of that type already: three gradients of one tensor are added up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        z = y.float()
+        return (y.sin() + z.cos()) * z.tanh()
+
+
+def test_gradients_of_a_tensor_that_two_operations_return_are_added_in_plain_order() -> None:
+    module, x = CastsInVain(), torch.randn(4096, requires_grad=True)
+    graph = profile(trace(module, x), x)
+    assert [n.name for n in graph.nodes] == ["exp", "float", "sin", "cos", "add", "tanh", "mul"]
+    expected = torch.autograd.grad(module(x).sum(), x)
+    rewrite(module, Schedule.parse("F0 F1 F2 F3 F4 D2 D3 D1 F1 F5 F6 B6 D6 D4 B5 D5 B4 F3 D3 B3 B2 B1 D1 B0 D0"), x)
+    assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], expected[0])
+
+
 def test_backwards_out_of_order_are_refused() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -80,28 +80,29 @@ def test_address_space_is_a_limit() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+CUDA = torch.device("cuda", 0)
+
+
 class FakeCuda:
-    """Stands for CUDA's allocator."""
+    """Stands for CUDA's allocator, as `torch.accelerator` speaks to it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fraction: float = 1.0) -> None:
         self.allocated, self.reserved, self.peak, self.peak_reserved = 3 * GIB, 5 * GIB, 0, 0
         self.cached = True
-        figures = {
-            "mem_get_info": (10 * GIB, 16 * GIB),
-            "get_per_process_memory_fraction": fraction,
-            "synchronize": None,
-        }
-        for name, value in figures.items():
-            monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
         for name, read in {
+            "current_accelerator": lambda: torch.device("cuda"),
+            "synchronize": lambda: None,
+            "memory_stats": dict,
+            "get_memory_info": lambda: (10 * GIB, 16 * GIB),
             "memory_allocated": lambda: self.allocated,
             "memory_reserved": lambda: self.reserved,
             "max_memory_allocated": lambda: self.peak,
             "max_memory_reserved": lambda: self.peak_reserved,
             "reset_peak_memory_stats": self._reset,
         }.items():
-            monkeypatch.setattr(torch.cuda, name, lambda device=None, read=read: read())
-        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
+            monkeypatch.setattr(torch.accelerator, name, lambda device=None, read=read: read())
 
     def _reset(self) -> None:
         self.peak, self.peak_reserved = self.allocated, self.reserved
@@ -112,9 +113,6 @@ class FakeCuda:
     def allocate(self, count: int, reserved: int) -> None:
         self.allocated, self.reserved = self.allocated + count, self.reserved + reserved
         self.peak, self.peak_reserved = max(self.peak, self.allocated), max(self.peak_reserved, self.reserved)
-
-
-CUDA = torch.device("cuda", 0)
 
 
 def test_what_the_caching_allocator_holds_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

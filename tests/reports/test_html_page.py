@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_remat import Graph, Node
+from lightning_remat.plans.plan import StepPlan
 from lightning_remat.plans.step_memory import Surroundings
-from lightning_remat.plans.step_planner import StepPlan, plan_step
+from lightning_remat.plans.step_planner import plan_step
 from lightning_remat.reports.block_shares import block_shares, prices
 from lightning_remat.reports.html_page import headline, page, page_data, write_page
 from lightning_remat.reports.residency import contents_at, plain_step, view_step

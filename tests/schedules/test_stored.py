@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_remat import Graph, Node, Plan, plan
+from lightning_remat.plans.plan import StepPlan
 from lightning_remat.plans.step_memory import Surroundings
-from lightning_remat.plans.step_planner import StepPlan, plan_step
+from lightning_remat.plans.step_planner import plan_step
 from lightning_remat.schedules import stored
 from lightning_remat.schedules.graph import TensorKind
 from lightning_remat.schedules.stored import write_whole

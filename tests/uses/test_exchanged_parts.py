@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changing_steps import BATCH, WIDTH, Halves, Outcome, failing, outcome_of, slow, stack
+from changing_steps import BATCH, WIDTH, Halves, Outcome, outcome_of, slow, stack
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -264,9 +264,7 @@ CASES = [
     ParameterReplaced, ParameterResized, BufferReplaced, Frozen, ForwardReplaced, ForwardReplacedFirst, LayerReplaced,
     Reordered, Grows, Tied, GlobalGenerators, OwnGenerator, slow(OwnNumpyGenerator), RandomDepth,
     slow(ReturnsItsInput), LayerDrop, slow(Recurrent), slow(Packed),
-    HooksComeAndGo,
-    failing(ShallowCopy, "the forward of a shallow copy is bound to the original"),
-    failing(OwnPythonGenerator, "TorchDynamo draws from it before the graph runs, which planning does not undo"),
+    HooksComeAndGo, ShallowCopy, OwnPythonGenerator,
 ]  # fmt: skip
 
 

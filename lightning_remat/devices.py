@@ -1,0 +1,146 @@
+"""What is asked of a device, and told it: memory, time, random states. No other file names a kind of device.
+
+CUDA, ROCm, XPU, MPS and the devices that others bring go one way, by `torch.accelerator` and by the device's own module
+where that has what the accelerators have not in common. What is done where a device lacks something:
+
+- No figures of an allocator (MPS before PyTorch 2.14): `counts_memory` says so, and storages are counted as on the CPU.
+- No memory of its own, or none that it tells: see `memory_info`.
+- No fraction that a process may take: all of it.
+- No generator for a tensor operation: `new_generator` is None, and the device's own is put back instead.
+- No `is_initialized`: taken to have started, as asking for a random state starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOST = torch.device("cpu")
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """The first that is not the host; the host where all tensors are on it."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), HOST)
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it, if it tells, or its type."""
+    name = getattr(_module(device), "get_device_name", None)
+    return device.type if name is None else name(device)
+
+
+# Memory
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether an allocator counts what the device has allocated, and the most of it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    try:
+        torch.accelerator.memory_stats(device)
+    except RuntimeError:  # its allocator is none that counts
+        return False
+    return True
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors and workspaces take now, on a device that counts them."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def most_bytes(device: torch.device, *, reserved: bool = False) -> int:
+    """The most that was allocated since `start_counting`, or that was reserved for it, fragmentation included."""
+    most = torch.accelerator.max_memory_reserved if reserved else torch.accelerator.max_memory_allocated
+    return most(device)
+
+
+def start_counting(device: torch.device) -> None:
+    """Forgets the most that a device has counted."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that this process can still allocate, and those that it may in all.
+
+    What the allocator holds unused is free, and a process's fraction is a limit. MPS that does not count tells a
+    recommended limit and what its driver holds. None where a device tells neither: it is taken to be the host's memory.
+    """
+    if counts_memory(device):
+        free, total = torch.accelerator.get_memory_info(device)
+        allocated = torch.accelerator.memory_allocated(device)
+        free += torch.accelerator.memory_reserved(device) - allocated
+        fraction = getattr(_module(device), "get_per_process_memory_fraction", None)  # MPS and others have none
+        allowed = total if fraction is None else int(fraction(device) * total)
+        return min(free, max(0, allowed - allocated)), min(total, allowed)
+    limit = getattr(_module(device), "recommended_max_memory", None)
+    if limit is None:
+        return None
+    total = int(limit())
+    return max(0, total - int(_module(device).driver_allocated_memory())), total
+
+
+def empty_cache(device: torch.device) -> None:
+    """Hands back what the allocator holds unused."""
+    if device.type == "cpu":
+        return
+    own = getattr(_module(device), "empty_cache", None)  # of MPS that does not count, `torch.accelerator`'s raises
+    (own or torch.accelerator.empty_cache)()
+
+
+# Time
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed_event(device: torch.device) -> torch.Event | None:
+    """A point in the work of the device's current stream, whose time is told once it is reached; None on the host."""
+    return None if device.type == "cpu" else torch.Event(device, enable_timing=True)
+
+
+def mark(event: torch.Event, device: torch.device) -> None:
+    """Puts an event behind what the current stream of the device has been asked for."""
+    event.record(torch.accelerator.current_stream(device))  # without it, of the current device
+
+
+# Random states
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the device's generator."""
+    return torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Sets the device's generator to what `random_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+def devices_in_use() -> list[torch.device]:
+    """The host, and the process's accelerators if they have been started: those whose random states can have moved."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not getattr(_module(accelerator), "is_initialized", lambda: True)():
+        return [HOST]
+    return [HOST, *(torch.device(accelerator.type, n) for n in range(torch.accelerator.device_count()))]
+
+
+def new_generator(device: torch.device) -> torch.Generator | None:
+    """A generator of its own on the device; None where a device has none but its own."""
+    try:
+        return torch.Generator(device)
+    except RuntimeError:
+        return None
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,32 @@
+"""What a library says once in a forward divides no graph."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import rematerialize
+
+logger = logging.getLogger("somebody's library")
+
+
+class TellsOnce(nn.Sequential):
+    """As models of transformers do in their loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        logger.warning_once("the loss comes")  # type: ignore[attr-defined]
+        return y.square().mean()
+
+
+def test_what_is_said_once_divides_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = functools.lru_cache(None)(lambda self, message: self.warning(message))
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(8)]
+    module, x = TellsOnce(*layers), torch.randn(512, 8)
+    plan = rematerialize(module, x, memory_budget="80%", planner="periodic")
+    assert plan.num_recomputed
+    assert plan.rung == "traced"
+    module(x).backward()
