@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
