@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,9 +49,8 @@ class _Forward:
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
         given = tensors_of(self.values) if self.program.revived else []
         self.outside = {storage_key(t) for t in given}
-        self.awake: WeakIdKeyDictionary = (
-            WeakIdKeyDictionary()
-        )  # tensor -> operations that returned it and do not sleep
+        # Tensor -> the operations that returned it and do not sleep.
+        self.awake = cast("dict[Tensor, set[int]]", WeakIdKeyDictionary())
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""

@@ -1,19 +1,36 @@
-"""Networks of the zoo: captured, recomputed within their budgets, and the same in every bit.
+"""Networks of the zoo: captured, recomputed at their lowest peaks, and the same in every bit.
 
-Every third of it, as capturing takes most of the time; `recipes/benchmarks/architectures.py` does the same for all.
+A few of each library, as capturing takes most of the time; `recipes/benchmarks/architectures.py` does the same for all.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.architectures import try_small
+from benchmarks.architectures import try_out
 from networks.zoo import ARCHITECTURES, Architecture
 
-QUICK = ("mobilenet_v3_small", "PSPNet", "nn.LSTM")
+QUICK = ("mobilenet_v3_small", "nn.LSTM")
+SLOW = (
+    "alexnet",
+    "densenet121",
+    "shufflenet_v2_x1_0",
+    "swin_v2_t",
+    "fcn_resnet50",
+    "test_nfnet",
+    "edgenext_xx_small",
+    "levit_128s",
+    "PSPNet",
+    "bert (ForSequenceClassification)",
+    "gemma2 (ForCausalLM)",
+    "gpt2 (ForCausalLM)",
+    "squeezebert (ForMaskedLM)",
+    "wav2vec2",
+    "UNet2DModel",
+)
+"""Those in which something was wrong once, and some of every kind."""
 
-
-SAMPLE = [a for k, a in enumerate(ARCHITECTURES) if a.name in QUICK or k % 3 == 0]
+SAMPLE = [a for a in ARCHITECTURES if a.name in (*QUICK, *SLOW)]
 
 
 def marked() -> list[object]:
@@ -21,10 +38,10 @@ def marked() -> list[object]:
 
 
 @pytest.mark.parametrize("architecture", marked())
-def test_a_step_at_the_lowest_peak_is_bitwise_equal(architecture: Architecture) -> None:
-    if architecture.source in ("timm", "segmentation_models_pytorch", "transformers"):
+def test_steps_at_the_lowest_peak_are_bitwise_equal(architecture: Architecture) -> None:
+    if architecture.source not in ("torch", "recipes"):
         pytest.importorskip(architecture.source)
-    trial = try_small(architecture)
-    assert trial.plan.num_recomputed > 0
-    assert not trial.different
-    assert trial.peak_bytes <= 1.001 * trial.plan.budget_bytes
+    found = try_out(architecture)
+    assert found.num_recomputed > 0
+    assert not found.different
+    assert found.measured_bytes < found.plain_bytes
