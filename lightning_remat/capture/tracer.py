@@ -302,6 +302,7 @@ def _name(n: fx.Node) -> str:
 def _kind(n: fx.Node) -> str:
     """The operation's name: `F.batch_norm` is `batch_norm`, `+=` is `add`."""
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+    name = name.partition(".")[0]  # of an operator, without its overload
     name = name.rstrip("_").removeprefix("_")
     if "norm" in name:
         name = name.rstrip("0123456789d")

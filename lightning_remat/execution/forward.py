@@ -25,6 +25,7 @@ from .learning import Learning
 from .program import Place, Program, SlotOf, Step
 
 _OUTSIDE = Place(ExternalRef())
+_BACKWARD = -1  # holds a tensor in place of an operation
 
 
 def run_forward(program: Program, values: list[Any], watch: Watch | None = None) -> Any:
@@ -124,6 +125,8 @@ class _Forward:
         outputs = made[: len(step.outputs)]
         if self.program.revived:
             self._wake(n, outputs)
+            if step.may_keep:
+                self._wake(_BACKWARD, (values[slot] for slot in step.inputs))
         for slot, value in zip(step.outputs, outputs, strict=True):
             values[slot] = value
             if step.is_output:

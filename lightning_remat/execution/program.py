@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..operations.contexts import Context, common_contexts, contexts_of
 from ..operations.evaluation import Run, compile_constant, compile_operation, effect_outputs, slots
+from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
 from ..schedules.graph import Graph
@@ -56,6 +57,7 @@ class Step:
         is_repeated: Whether the schedule runs it more than once.
         contexts: Those in which all of it was recorded.
         is_plain: Whether a first run is nothing but the call.
+        may_keep: Whether its backward may read inputs that it did not save.
     """
 
     operation: Operation
@@ -74,6 +76,7 @@ class Step:
     is_repeated: bool
     contexts: tuple[Context, ...]
     is_plain: bool
+    may_keep: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,6 +231,7 @@ def _step(
         is_repeated,
         common_contexts(operation.parts),
         not is_special,
+        any(map(may_keep_what_it_reads, operation.parts)),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TraceError
@@ -121,3 +122,11 @@ def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[
                 n.target.options["context_fn"] = context_fn
             reasons.append(f"{n.name} calls torch.utils.checkpoint, which stays as it is and runs as one operation")
     return reasons
+
+
+def may_keep_what_it_reads(part: fx.Node) -> bool:
+    """Whether a backward may read an input that autograd was not told to save: kept on `ctx`, or in a closure."""
+    target: Any = part.target
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return str(target).partition(".")[0] not in ("aten", "prims")
+    return isinstance(target, Checkpointed)

@@ -195,6 +195,46 @@ def test_gradients_of_a_tensor_that_two_operations_return_are_added_in_plain_ord
     assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], expected[0])
 
 
+@torch.library.custom_op("lightning_remat_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return x * by
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_without_saving(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.by = inputs[1]
+
+
+def _scaled_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gradient * ctx.by.sum(), None
+
+
+scaled.register_autograd(_scaled_backward, setup_context=_keep_without_saving)
+
+
+class ScaledBy(nn.Module):
+    """Its operation keeps an input on `ctx`, where no saved-tensor hook sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(self.linear(x), x.exp()).sigmoid()
+
+
+def test_what_a_custom_operation_keeps_by_itself_does_not_sleep() -> None:
+    plain, x = ScaledBy(), torch.randn(8, 4)
+    ours = copy.deepcopy(plain)
+    traced = rewrite(ours, Schedule.parse("F0 F1 F2 D1 F1 D0 D1 F3 D2 B3 D3 B2 B1 B0"), x)
+    assert [o.kind for o in traced.operations] == ["linear", "exp", "scaled", "sigmoid"]
+    assert_equal_traces(traces(plain, [x]), traces(ours, [x]))
+
+
 def test_backwards_out_of_order_are_refused() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ X = torch.randn(512, 16)
 def keep_but_ends(graph: Graph, budget_bytes: int) -> Schedule:
     """A planner that recomputes the last two operations of each block."""
     names = [node.name for node in graph.nodes]
-    ends = {n for n, name in enumerate(names[:-1]) if name.endswith((".recomputed.default", ".5"))}
+    ends = {n for n, name in enumerate(names[:-1]) if name.endswith((".recomputed", ".5"))}
     return lower_kept(graph, set(range(len(names))) - ends)
 
 
