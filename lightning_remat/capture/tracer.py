@@ -294,7 +294,7 @@ def _name(n: fx.Node) -> str:
         return _kind(n)
     path, kind = stack[-1]
     path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("['", ".").replace("']", "")
-    path = re.sub(r"\.?_modules|[\[\]()]|'", "", path).replace("..", ".").strip(".")
+    path = re.sub(r"\.?(_modules|__self__)|[\[\]()]|'", "", path).replace("..", ".").strip(".")
     is_layer = kind.__module__.startswith("torch.nn.modules")
     return path if path and is_layer else ".".join(filter(None, [path, _kind(n)]))
 
