@@ -172,7 +172,7 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
     Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
     where submodules are named, those of their calls that return something to differentiate. Where the root's own
     `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
-    so a step that does not fit can be looked through.
+    so a step that does not fit can be looked through; only a forward that differentiates is run once more with it.
 
     Args:
         root: The module whose submodules are watched.
@@ -184,6 +184,13 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         NoCallError: The step makes no such call.
         ValueError: `modules` names what the root does not have.
     """
+    try:
+        return _look_through(root, step, modules, holds=False)
+    except _NothingHeldError:
+        return _look_through(root, step, modules, holds=True)
+
+
+def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, *, holds: bool) -> View:
     names = {m: name for name, m in reversed(submodules(root))}
     divided, whole = _divided(modules)
     in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
@@ -225,11 +232,12 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         frames.pop().leave(output)
         return output
 
-    def note(tensor: Tensor) -> None:
+    def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
             between.note(tensor, _outputs_of(top.children))
+        return tensor if holds else None
 
-    pack = cast(Callable[[Tensor], None], cast(Any, torch.compiler).disable(note))  # TorchDynamo would capture it
+    pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
 
     handles: list[Any] = []
     try:
@@ -244,7 +252,7 @@ def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[
         with (
             settled(root),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, _unpack_nothing),
+            torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
         ):
             step()
     finally:
@@ -313,9 +321,14 @@ def _as_call(frame: _Frame, name: str) -> Call:
     return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
 
 
-def _unpack_nothing(nothing: None) -> Tensor:
-    del nothing
-    raise TraceError("it differentiates within its forward, where nothing is held: leave that part out (modules=...)")
+class _NothingHeldError(TraceError):
+    """The step differentiates within its forward."""
+
+
+def _unpack(held: Tensor | None) -> Tensor:
+    if held is None:
+        raise _NothingHeldError("it differentiates within its forward, where nothing is held")
+    return held
 
 
 class _Frame:

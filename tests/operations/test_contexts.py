@@ -114,7 +114,6 @@ def no_grad(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return torch.no_grad()(function)
 
 
-FINDS_NONE = pytest.mark.xfail(strict=True, raises=TraceError, reason="no graph or layer around it is found")
 ESCAPES = pytest.mark.xfail(strict=True, raises=AssertionError, reason="TorchDynamo's AssertionError reaches the user")
 
 
@@ -267,14 +266,14 @@ def test_what_a_trace_cannot_carry_is_refused_in_the_forward_itself(does: Callab
         trace(Between(does), X)
 
 
-WHILE_LOOKING = pytest.mark.xfail(
-    strict=True, reason="parts are looked for by a step whose saved tensors are gone, and measured by autograd.grad"
+MEASURED_BY_GRAD = pytest.mark.xfail(
+    strict=True, reason="a step is measured by autograd.grad, which reentrant checkpoints refuse"
 )
 
 
 @pytest.mark.parametrize(
     "does",
-    [pytest.param(does, marks=[WHILE_LOOKING] * (does in (with_forces, recomputed_in_backward))) for does in STOPS],
+    [pytest.param(does, marks=[MEASURED_BY_GRAD] * (does is recomputed_in_backward)) for does in STOPS],
 )
 def test_and_runs_as_it_is_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
     assert_equal_beside(Inside(does))
