@@ -16,8 +16,9 @@ from ..measure.meter import measure_peak
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
 from ..plans.step_memory import Surroundings
-from ..regions.calls import View, look_through
+from ..regions.calls import View
 from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
+from ..regions.look_through import look_through
 from ..reports.report import draw_plots, write_report
 from ..reports.result import Result
 from ..schedules.schedule import Schedule

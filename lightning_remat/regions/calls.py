@@ -1,29 +1,23 @@
-"""Which submodules to rewrite: those that the training step calls, the one with the batch first."""
+"""Calls of one training step that rematerialization can serve, and what lies between them."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of
+from ..capture.dynamo import CapturedGraph, CaptureError, forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
-from ..errors import TraceError
-from ..measure.meter import tensor_storage
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
-from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, stand_ins, whole_parts
+from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
 from .profiles import known_profile
-from .saved_between import SavedBetween
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,254 +149,6 @@ class View:
     calls: list[Call]
     saved_bytes: int
     moments: tuple[Moment, ...] = ()
-
-
-class NoCallError(ValueError):
-    """A step calls nothing that rematerialization can serve."""
-
-
-def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module and all below it under all their names."""
-    return list(cast(Any, root).named_modules(remove_duplicate=False))
-
-
-def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> View:
-    """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
-
-    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
-    where submodules are named, those of their calls that return something to differentiate. Where the root's own
-    `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
-    so a step that does not fit can be looked through; only a forward that differentiates is run once more with it.
-
-    Args:
-        root: The module whose submodules are watched.
-        step: Runs the forward of one training step.
-        modules: Submodules, or their names, to watch instead of the outermost ones. Of a name with a number in
-            brackets, as `"net[0]"`, the graphs that TorchDynamo captures of the submodule's forward are the calls.
-
-    Raises:
-        NoCallError: The step makes no such call.
-        ValueError: `modules` names what the root does not have.
-    """
-    try:
-        return _look_through(root, step, modules, holds=False)
-    except _NothingHeldError:
-        return _look_through(root, step, modules, holds=True)
-
-
-def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, *, holds: bool) -> View:
-    names = {m: name for name, m in reversed(submodules(root))}
-    divided, whole = _divided(modules)
-    in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
-    watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
-    gathered = gathered_modules(root)
-    top = _Frame(root, (), {})  # stands for the step itself
-    frames = [top]
-    between = SavedBetween([*root.parameters(), *root.buffers()])
-
-    moments: list[Moment] = []
-
-    def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
-        moments.append(Moment(module, next(top.clock), True, has_gradient))
-        between.own(module.parameters())  # as gathered, which are others than the shards
-
-    def end_unit(module: nn.Module, args: Any, output: Any) -> None:
-        del args, output
-        moments.append(Moment(module, next(top.clock), False, True))
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_outermost = len(frames) == 1
-        frames.append(frames[-1].call(module, args, kwargs, is_outermost=is_outermost))
-        if is_outermost and module in gathered and torch.is_grad_enabled():
-            frames[-1].part = _captured_now(module, args, kwargs)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        frames.pop().leave(output)
-
-    def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
-        if len(frames) > 1 or not torch.is_grad_enabled():
-            return graph.module(*values)
-        owned = {id(t) for t in (*module.parameters(), *module.buffers())}
-        args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in owned)
-        frames.append(top.call(module, args, {}, is_outermost=True))
-        frames[-1].part = Part(graph, values)
-        output = graph.module(*values)
-        frames.pop().leave(output)
-        return output
-
-    def note(tensor: Tensor) -> Tensor | None:
-        if len(frames) == 1:
-            between.note(tensor, _outputs_of(top.children))
-        return tensor if holds else None
-
-    pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
-
-    handles: list[Any] = []
-    try:
-        for module in in_parts:
-            vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
-        for module in gathering_units(root):
-            handles.append(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
-            handles.append(module.register_forward_hook(end_unit))
-        for module in watched:
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
-        with (
-            settled(root),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
-        ):
-            step()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in in_parts:
-            del vars(module)["forward"]
-    chosen = [frame for frame in top.children if frame.is_differentiable]
-    if modules is None:
-        chosen = [_through(frame) for frame in chosen if frame.is_trainable]
-    if not chosen:
-        what = "none of modules=" if modules is not None else "no submodule with parameters to train"
-        raise NoCallError(
-            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
-            f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
-        )
-    calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-    return View(
-        calls, between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs))), tuple(moments)
-    )
-
-
-def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
-    """The graph of a forward that is about to run, whose parameters are there only now."""
-    try:
-        return Part(*forward_of(module).bind(module, args, kwargs), is_whole=True)
-    except CaptureError as error:
-        return Part(None, [], is_whole=True, failure=error)
-
-
-def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-    return forward_of(module, is_whole=False).call(run, module, args, kwargs)
-
-
-def _divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None]:
-    """Of what is to be watched, what is watched by the graphs of its forward, and what as a whole."""
-    if modules is None:
-        return [], None
-    divided = [m.rpartition("[")[0] for m in modules if isinstance(m, str) and m.endswith("]")]
-    return divided, [m for m in modules if not (isinstance(m, str) and m.endswith("]"))]
-
-
-def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:
-    """The name of each call; a graph within a forward has its place in the order of the step's first calls.
-
-    The place, since another batch size may make TorchDynamo capture the same operations as other graphs.
-    """
-    places: dict[nn.Module, dict[CapturedGraph, int]] = {}
-    for frame in frames:
-        name = names[frame.module]
-        if frame.part is not None and frame.part.graph is not None and not frame.part.is_whole:
-            own = places.setdefault(frame.module, {})
-            name = f"{name}[{own.setdefault(frame.part.graph, len(own))}]"
-        yield name
-
-
-def _as_call(frame: _Frame, name: str) -> Call:
-    if frame.part is None:
-        args, kwargs = detached((frame.args, frame.kwargs))
-        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, tick=frame.tick)
-    leaves, structure = flatten((frame.args, frame.kwargs))
-    tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
-    apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
-    args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
-    part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
-    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
-
-
-class _NothingHeldError(TraceError):
-    """The step differentiates within its forward."""
-
-
-def _unpack(held: Tensor | None) -> Tensor:
-    if held is None:
-        raise _NothingHeldError("it differentiates within its forward, where nothing is held")
-    return held
-
-
-class _Frame:
-    """A call on the stack of calls, with the watched calls inside it.
-
-    Only the outermost calls, and those that merely get an outermost one's arguments, hold tensors.
-    """
-
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.args, self.kwargs = module, args, kwargs
-        types = {t.device.type for t in tensors_in((args, kwargs))}
-        self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
-        self.part: Part | None = None
-        self.children: list[_Frame] = []
-        self.is_handed_on = False  # gets just what its caller got
-        self.is_trainable = self.is_differentiable = False
-        self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
-        self._output: Callable[[], Any] = _nothing
-        self.clock, self.tick = itertools.count(), 0
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
-        mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
-        is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
-        holds = is_outermost or is_handed_on
-        frame = _Frame(module, args if holds else (), kwargs if holds else {})
-        frame.is_handed_on, frame.tick = is_handed_on, next(self.clock)
-        self.children.append(frame)
-        return frame
-
-    def leave(self, output: Any) -> None:
-        has_parameters = any(p.requires_grad for p in self.module.parameters())
-        tensors = tensors_in(output)
-        self.is_differentiable = any(t.requires_grad for t in tensors)
-        self.is_trainable = has_parameters and self.is_differentiable
-        self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
-        if isinstance(output, Tensor):
-            # Where the only call inside returned the very same tensor, this one does nothing of its own.
-            inner = self.children[0]._output() if len(self.children) == 1 else None
-            self.is_mere_caller = inner is output
-            self._output = weakref.ref(output)
-
-    is_mere_caller = False
-
-
-def _nothing() -> None:
-    return None
-
-
-def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:
-    return [r for frame in frames for r in frame.outputs]
-
-
-def _through(frame: _Frame) -> _Frame:
-    """The call that a `forward` merely passes on to, where it does nothing else."""
-    while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_trainable:
-        frame = frame.children[0]
-    return frame
-
-
-def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
-    if modules is None:
-        return list(whole_parts(root)) if has_units(root) else list(names)
-    by_name = dict(submodules(root))
-    resolved: list[nn.Module] = []
-    for item in modules:
-        module = by_name.get(item) if isinstance(item, str) else item
-        if module is None or module not in names:
-            raise ValueError(f"modules names {item!r}, which is no submodule of {type(root).__name__}")
-        resolved.append(module)
-    for outer in resolved:
-        for inner in resolved:
-            if inner is not outer and any(inner is m for m in outer.modules()):
-                raise ValueError(f"modules names {names[outer]!r} and {names[inner]!r}, which lies inside it: name one")
-    return resolved
 
 
 def detached(value: Any) -> Any:

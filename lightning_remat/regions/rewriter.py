@@ -25,10 +25,11 @@ from ..plans.step_memory import Surroundings
 from ..plans.step_planner import plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from .calls import View, look_through, submodules
+from .calls import View
 from .fit import check_fit
 from .footprint import outside_bytes
 from .gathering import gathering_of
+from .look_through import look_through, submodules
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import step_peak, untouched
 

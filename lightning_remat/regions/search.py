@@ -19,7 +19,8 @@ from ..module_state.refusals import is_sharded, reason_against
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
-from .calls import Call, NoCallError, View
+from .calls import Call, View
+from .look_through import NoCallError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

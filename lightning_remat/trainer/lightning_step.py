@@ -25,7 +25,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
 from ..module_state.sharding import settled
 from ..plans.step_memory import Surroundings
-from ..regions.calls import View, look_through
+from ..regions.calls import View
 from ..regions.footprint import (
     OptimizerFootprint,
     alive_bytes,
@@ -35,6 +35,7 @@ from ..regions.footprint import (
     storage_bytes,
 )
 from ..regions.gathering import gathering_of
+from ..regions.look_through import look_through
 from . import ranks
 from .buckets import buckets_of
 from .loaders import keeps_last_batch, num_samples_in

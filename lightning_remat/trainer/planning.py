@@ -11,7 +11,7 @@ from ..batch_search.search import find
 from ..batch_search.settings import Settings
 from ..batch_search.trial import misfit_of, uninstall
 from ..errors import InfeasibleBudgetError, TraceError
-from ..regions.calls import NoCallError
+from ..regions.look_through import NoCallError
 from ..regions.self_check import find_difference
 from ..reports.result import Result
 from .lightning_step import LightningTrial

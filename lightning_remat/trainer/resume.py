@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from ..batch_search.settings import Settings
 from ..devices import device_name
 from ..plans.plan import StepPlan
-from ..regions.calls import submodules
+from ..regions.look_through import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
 

@@ -12,7 +12,7 @@ from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ..batch_search.settings import Settings
-from ..regions.calls import submodules
+from ..regions.look_through import submodules
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
 from .private_api import callbacks_of, is_initial_hparam, set_callbacks, set_initial_hparams, takes_loader_iterator

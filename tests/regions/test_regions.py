@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_remat.regions.calls import Call, look_through
+from lightning_remat.regions.calls import Call
+from lightning_remat.regions.look_through import look_through
 
 
 def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
