@@ -152,7 +152,11 @@ class View:
 
 
 def detached(value: Any) -> Any:
-    """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`."""
+    """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`.
+
+    What was one tensor stays one: a graph is captured for inputs that are the same, or not.
+    """
     leaves, structure = flatten(value)
-    cut = (leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return structure.build(cut)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    cut = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
+    return structure.build(cut.get(id(leaf), leaf) for leaf in leaves)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
-from ..devices import HOST, random_state
+from ..devices import HOST, counts_memory, random_state
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.agreement import together
@@ -238,8 +238,8 @@ class LightningTrial:
         return peak_bytes + self._unseen_bytes()
 
     def _unseen_bytes(self) -> int:
-        """The buckets of DDP, of which no operation tells; CUDA's allocator counts them."""
-        return 0 if self.device.type == "cuda" else buckets_of(self.trainer).num_bytes
+        """The buckets of DDP, of which no operation tells; an allocator counts them."""
+        return 0 if counts_memory(self.device) else buckets_of(self.trainer).num_bytes
 
     def _num_accumulated(self, batch_size: int) -> int:
         """Most batches an optimizer step."""

@@ -127,7 +127,7 @@ def step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
         torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
         found |= {f"output {i} of step {number}": t.detach() for i, t in enumerate(outputs)}
     found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return found | dict(module.named_buffers()) | {"random state": torch.get_rng_state()}
+    return found | {name: b.clone() for name, b in module.named_buffers()} | {"random state": torch.get_rng_state()}
 
 
 def differences(plain: dict[str, Tensor], ours: dict[str, Tensor]) -> tuple[str, ...]:

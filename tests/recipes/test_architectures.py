@@ -12,7 +12,6 @@ from networks.zoo import ARCHITECTURES, Architecture
 
 QUICK = ("mobilenet_v3_small", "nn.LSTM")
 SLOW = (
-    "alexnet",
     "densenet121",
     "shufflenet_v2_x1_0",
     "swin_v2_t",

@@ -118,3 +118,20 @@ def test_activations_die_while_a_step_is_looked_through() -> None:
     root = nn.Sequential(*(Layer(4, 4) for _ in range(6)))
     find_calls(root, lambda: root(X))
     assert max(alive) == 1  # the input of the layer that runs
+
+
+def test_a_tensor_that_comes_in_twice_is_one_tensor_in_the_call_that_is_planned() -> None:
+    """As labels and tokens of a language model often are: TorchDynamo guards on it."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, other: Tensor) -> Tensor:
+            return self.linear(x) + other
+
+    root, x = nn.ModuleDict({"adds": Adds()}), torch.randn(3, 4)
+    (call,) = look_through(root, lambda: root["adds"](x, other=x)).calls
+    assert call.args[0] is call.kwargs["other"]
+    assert call.args[0] is not x
