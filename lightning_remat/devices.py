@@ -5,14 +5,15 @@ where that has what the accelerators have not in common. What is done where a de
 
 - No figures of an allocator (MPS before PyTorch 2.14): `counts_memory` says so, and storages are counted as on the CPU.
 - No memory of its own, or none that it tells: see `memory_info`.
-- No fraction that a process may take: all of it.
+- No fraction that a process may take: all of it, and `limited` limits nothing.
 - No generator for a tensor operation: `new_generator` is None, and the device's own is put back instead.
 - No `is_initialized`: taken to have started, as asking for a random state starts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +82,23 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
         return None
     total = int(limit())
     return max(0, total - int(_module(device).driver_allocated_memory())), total
+
+
+@contextmanager
+def limited(device: torch.device, count: int) -> Generator[None]:
+    """The process can reserve no more than that many bytes in the block, on a device that can be told so."""
+    module = _module(device)
+    present = getattr(module, "get_per_process_memory_fraction", None)
+    if device.type == "cpu" or present is None:
+        yield
+        return
+    before = present(device)
+    fraction = count / torch.accelerator.get_memory_info(device)[1]
+    module.set_per_process_memory_fraction(min(before, fraction), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(before, device)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -6,17 +6,17 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rewriting import rewrite
+from sharded_nets import counted
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import rematerialize
-from lightning_remat.execution.executor import Execution
+from lightning_remat.module_state.ambient import Recomputing
 
 
 class Skips(nn.Module):
@@ -55,26 +55,17 @@ def steps(module: nn.Module, accumulate: int, *, all_outputs: bool) -> list[Tens
     return [*found, torch.get_rng_state()]
 
 
-def compare(**options: Any) -> None:
+def compare(*, accumulate: int, all_outputs: bool) -> None:
     torch.manual_seed(1)
     plain = Skips()
     ours = copy.deepcopy(plain)
     rewrite(ours, (), torch.randn(6, 8))
-    runs = 0
-    run_again = Execution.run_again
-
-    def counted(self: Execution, n: int, **options: bool) -> None:
-        nonlocal runs
-        runs += 1
-        run_again(self, n, **options)
-
-    expected = steps(plain, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Execution, "run_again", counted)
-        found = steps(ours, **options)
-    assert runs >= 3 * 4, runs  # each step recomputes an operation of each block at least
+    expected = steps(plain, accumulate, all_outputs=all_outputs)
+    with counted(Recomputing, "__enter__") as runs:
+        found = steps(ours, accumulate, all_outputs=all_outputs)
+    assert len(runs) >= 3 * accumulate, len(runs)  # each step recomputes something
     assert len(expected) == len(found)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), options
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def sync_batch_norm() -> None:

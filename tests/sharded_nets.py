@@ -1,12 +1,19 @@
-"""Networks that are sharded block by block."""
+"""Networks that are sharded block by block, and a process that takes itself for one of many."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models.resnet import BasicBlock
 
 WIDTH = 32
@@ -54,3 +61,30 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
         for stage in module.stages:
             fully_shard(stage, **options)
     return fully_shard(module, **options)
+
+
+@contextmanager
+def one_of_many(world_size: int) -> Generator[DeviceMesh]:
+    """In the block this process is the first of a group whose others are not there: nothing is exchanged."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with unset_fake_temporarily():
+            mesh = init_device_mesh("cpu", (world_size,))
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def counted(holder: Any, name: str) -> Generator[list[None]]:
+    """An entry for each call of a function within the block."""
+    calls: list[None] = []
+    original = getattr(holder, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, name, count)
+        yield calls

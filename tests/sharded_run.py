@@ -6,8 +6,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from sharded_nets import Transformer, shard
+from sharded_nets import Transformer, counted, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,10 +27,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
 import lightning_remat.batch_search.search as search
-from lightning_remat import Rematerialization, rematerialize
-from lightning_remat.execution.executor import Execution
+from lightning_remat import Rematerialization, find_batch_size, rematerialize
 from lightning_remat.measure.device_memory import DeviceMemory
 from lightning_remat.module_state import agreement
+from lightning_remat.module_state.ambient import Recomputing
 from lightning_remat.regions.step_run import step_peak
 
 WIDTH, SAMPLES = 8, 256
@@ -164,7 +163,7 @@ def compare(
     assert_same(before, weights(ours))
     assert all(p.grad is None for p in ours.parameters())
     expected = steps(plain, accumulate)
-    with counted(Execution, "run_again") as runs:
+    with counted(Recomputing, "__enter__") as runs:
         found = steps(ours, accumulate)
     assert len(runs) >= 3 * accumulate, len(runs)
     assert_same(expected, found)
@@ -175,24 +174,46 @@ def assert_same(expected: list[Tensor], found: list[Tensor]) -> None:
     assert not unlike, f"{unlike} of {len(found)} differ"
 
 
-@contextmanager
-def counted(holder: Any, name: str) -> Generator[list[None]]:
-    """An entry for each call of a function within the block."""
-    calls: list[None] = []
-    original = getattr(holder, name)
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, count)
-        yield calls
-
-
 def leaf_unit() -> None:
     """A module that is one unit by itself."""
     compare(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(6))))
+
+
+def gathers_as_planned() -> None:
+    """Units that stay gathered by the plan: fewer gathers than FSDP2's default, and its bits."""
+    torch.manual_seed(0)
+    plain = Transformer()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(SAMPLES, WIDTH)
+    made = rematerialize(shard(ours), x, memory_budget="95%", planner="periodic", gather_bandwidth="measure")
+    assert made.num_recomputed
+    *expected, plain_gathers, state = steps(shard(plain))
+    *found, gathers, same_state = steps(ours)
+    assert_same([*expected, state], [*found, same_state])
+    assert gathers < plain_gathers, (gathers, plain_gathers)
+
+
+def plain_loop() -> None:
+    """`find_batch_size`: one size for both processes, executed."""
+    torch.manual_seed(0)
+    module, x = shard(Transformer()), torch.randn(64, WIDTH)
+    optimizer = torch.optim.AdamW(module.parameters())
+    found = find_batch_size(
+        module,
+        x,
+        lambda batch: module(batch).square().mean(),
+        optimizer,
+        "periodic",
+        memory_budget="3MiB" if dist.get_rank() else "2MiB",
+        max_batch_size=1024,
+    )
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, (found.batch_size, str(found.step.plans)))
+    assert sizes[0] == sizes[1]
+    assert found.batch_size > 64
+    assert found.step.num_recomputed
+    assert found.measured_peak_bytes is not None
+    assert found.measured_peak_bytes <= 2 * 2**20
 
 
 def earlier_plan() -> None:
@@ -248,6 +269,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "leaf_unit": leaf_unit,
     "earlier_plan": earlier_plan,
     "predicts": predicts,
+    "gathers_as_planned": gathers_as_planned,
+    "plain_loop": plain_loop,
     "tensor_parallel": tensor_parallel_is_refused,
 }
 
@@ -265,17 +288,17 @@ def finds_a_size(folder: Path) -> None:
     """The processes have different memory; one size for both, and the bits of plain FSDP2 at it."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "device_memory", lambda device: DeviceMemory((6, 3)[dist.get_rank()] * 2**20, 2**30))
+        patch.setattr(search, "device_memory", lambda device: DeviceMemory((8, 4)[dist.get_rank()] * 2**20, 2**30))
         callback = Rematerialization("periodic", margin=0.0, multiple_of=16, max_batch_size=1024)
-        found.append(fit(folder, "auto", callback, max_steps=2))
+        found.append(fit(folder, "auto", callback, batch_size=64, max_steps=2))
     assert callback.result is not None
     size, step = callback.result.batch_size, callback.result.step
     sizes: list[Any] = [None, None]
     dist.all_gather_object(sizes, (size, str(step.plans)))
     assert sizes[0] == sizes[1]
-    assert size > SAMPLES
+    assert size > 64
     assert step.num_recomputed
-    assert callback.result.measured_peak_bytes <= 3 * 2**20
+    assert callback.result.measured_peak_bytes <= 4 * 2**20
     found.append(fit(folder, "auto-plain", None, batch_size=size, max_steps=2))
     assert_same(*found)
 
@@ -290,9 +313,23 @@ def one_fails(folder: Path) -> None:
         raise
 
 
+def four(folder: Path, rank: int) -> None:
+    """Four processes, started by the test."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=4)
+    compare()
+    compare(reshard_after_forward=2)
+    gathers_as_planned()
+    predicts()
+    (folder / f"done-{rank}").write_text("all")
+    dist.destroy_process_group()
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if sys.argv[2:3] == ["four"]:
+        four(folder, int(sys.argv[3]))
+        return
     if sys.argv[2:] == ["fails"]:
         one_fails(folder)
     in_trainer(folder)  # begins the group of processes

@@ -47,6 +47,7 @@ class CandidateSearch:
         free_bytes: What the device has for the step.
         total_bytes: What the device has.
         tight: The part of the budget that is planned for; below 1 once a step ran out of memory, or for the last try.
+        gaps_bytes: What of that is left for gaps between the pieces that a device's allocator hands out.
         trials: Batch size → its candidate.
         steps: Batch size → its plan, where one fits.
         error: The last one of the planner.
@@ -60,6 +61,7 @@ class CandidateSearch:
     free_bytes: int
     total_bytes: int
     tight: float = 1.0
+    gaps_bytes: int = 0
     trials: dict[int, Candidate] = field(default_factory=dict[int, Candidate])
     steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
     error: InfeasibleBudgetError | None = None
@@ -79,13 +81,17 @@ class CandidateSearch:
         plain = self.plain_peak(size if len(self.sizes) == 1 else self.present_size)
         return parse_budget(wanted, plain_peak_bytes=plain, device_bytes=0)
 
+    def planned_for(self, size: int) -> int:
+        """The part of the budget that is planned for, in bytes."""
+        return max(1, int(self.budget(size) * self.tight) - self.gaps_bytes)
+
     def fits(self, size: int, *, ask_planner: bool = True) -> bool:
         """Plans for a batch size, once for each state of the model; with earlier schedules only, if they will do."""
         if size in self.trials:
             return self.trials[size].fits
         around, plain = self.model.surroundings_at(size), self.model.plain_timeline(size)
         plain_rate = size / max(sum(plain.seconds) + around.seconds, 1e-12)
-        budget = int(self.budget(size) * self.tight)
+        budget = self.planned_for(size)
         step = None if plain.peak_bytes <= budget else self._pooled(size)
         needed: int | None = None
         if step is None and not ask_planner and plain.peak_bytes > budget and self.pool is not None:
@@ -128,7 +134,7 @@ class CandidateSearch:
             self.pool = make_pool(self.model.keys, graphs, self.settings.planner, around)
         graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
         plain = None if self.model.planned is None else self.model.plain_graphs_at(size)
-        budget = int(self.budget(size) * self.tight)
+        budget = self.planned_for(size)
         return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead, plain)
 
     def lowest_peak(self, model: StepModel) -> int:
@@ -168,6 +174,11 @@ class CandidateSearch:
         """A step ran out of memory; by how much is not known."""
         self.leave_room(_TIGHTER if self.tight == 1.0 else _MUCH_TIGHTER)
 
+    def leave_gaps(self, num_bytes: int) -> None:
+        """From here on at least so many bytes of the budget are not planned for."""
+        self.gaps_bytes = max(self.gaps_bytes, num_bytes)
+        self.trials, self.steps = {}, {}
+
     def leave_room(self, part: float) -> None:
         """From here on only that part of the budget is planned for."""
         self.tight *= part
@@ -202,7 +213,7 @@ class CandidateSearch:
         Schedules made at a profiled size say where about that is; from there the planner is asked, a few times.
         """
         last = len(self.sizes) - 1
-        low = self._last_index(lambda size: self.plain_peak(size) <= self.budget(size) * self.tight, -1)
+        low = self._last_index(lambda size: self.plain_peak(size) <= self.planned_for(size), -1)
         if low >= 0:
             self.fits(self.sizes[low])  # on record, to compare with
         if low < last:

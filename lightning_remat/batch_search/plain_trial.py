@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..budget import Budget
+from ..devices import HOST
+from ..measure.bandwidth import Bandwidth, bandwidth_of
+from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
+from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
+from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
 from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
+from ..regions.gathering import gathering_of
 from ..regions.look_through import look_through
 from ..reports.report import draw_plots, write_report
 from ..reports.result import Result
@@ -50,6 +58,7 @@ def find_batch_size(
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     backward: Callable[[Tensor], object] = torch.autograd.backward,
     report_dir: str | Path | None = None,
+    gather_bandwidth: Bandwidth | None = None,
 ) -> Result:
     """The batch size and plan that fit, executed within the budget; the module is rewritten by the plan.
 
@@ -77,6 +86,7 @@ def find_batch_size(
         precision: The context in which the forward runs, such as `fabric.autocast`.
         backward: Runs the backward of a loss, such as `fabric.backward`.
         report_dir: Where report and plots go; None for none.
+        gather_bandwidth: See `rematerialize`.
 
     Returns:
         What was found; `report.print_tables` shows it.
@@ -96,9 +106,10 @@ def find_batch_size(
         max_batch_size=max_batch_size,
         multiple_of=multiple_of,
         modules=modules,
+        gather_bandwidth=gather_bandwidth,
     )
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    trial = PlainTrial(module, batch, loss_of, several, precision, backward, modules, is_accumulating)
+    trial = PlainTrial(module, batch, loss_of, several, precision, backward, modules, is_accumulating, gather_bandwidth)
     result, _ = find(trial, settings)
     if report_dir is not None:
         write_report(result, Path(report_dir))
@@ -109,8 +120,8 @@ def find_batch_size(
 class PlainTrial:
     """The training step of a hand-written loop as a `Trial`."""
 
-    num_devices: int = 1
     most_samples: int | None = None
+    within: int | None = None
 
     def __init__(
         self,
@@ -122,18 +133,22 @@ class PlainTrial:
         backward: Callable[[Tensor], object],
         modules: Sequence[Any] | None,
         is_accumulating: bool,
+        gather_bandwidth: Bandwidth | None = None,
     ) -> None:
         self.module, self.batch, self.loss_of = module, batch, loss_of
         self.optimizers, self.modules, self.is_accumulating = optimizers, modules, is_accumulating
         self.precision, self.backward = precision, backward
+        self.gather_bandwidth = bandwidth_of(module, gather_bandwidth)
         self.batch_size = batch_size_of(batch)
+        self.num_devices = dist.get_world_size() if has_units(module) else 1
         self._batch = self.batch_size, batch
         self.device: torch.device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
     @contextmanager
     def undone(self) -> Generator[None]:
         """Nothing that the block does to module, optimizers or random states stays."""
-        with preserved([self.module], self.optimizers), torch.enable_grad():
+        settle(self.module)  # before it is recorded
+        with preserved([self.module], self.optimizers), settled(self.module), torch.enable_grad():
             yield
 
     def batch_of(self, batch_size: int) -> Any:
@@ -145,10 +160,18 @@ class PlainTrial:
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
         """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
         modules = self.modules if modules is None else modules
-        with self.undone(), self.precision():
+        root = _Root(self.module) if modules is None else self.module
+
+        @contextmanager
+        def prepared() -> Generator[None]:
+            with self.undone(), self.precision():
+                yield
+
+        def looked_through() -> View:
             batch = self.batch_of(batch_size)
-            root = _Root(self.module) if modules is None else self.module
-            view = look_through(root, lambda: self.loss_of(batch), modules)
+            return look_through(root, lambda: self.loss_of(batch), modules, undone=prepared)
+
+        view = together(self.module, looked_through)
         if modules is not None:
             return view
         calls = [replace(call, name=call.name.removeprefix("module").removeprefix(".")) for call in view.calls]
@@ -164,13 +187,20 @@ class PlainTrial:
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch),
             is_accumulating=self.is_accumulating,
             seconds=optimizer.step_seconds,
+            gathering=gathering_of(view, self.gather_bandwidth),
         )
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
         """The measured peak of two real steps with backward and optimizer, in bytes."""
+        return together(self.module, partial(self._measured, batch_size, with_scratch))
+
+    def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0
-        with self.undone():
+        with self.undone(), ExitStack() as stack:
             batch = self.batch_of(batch_size)
+            if self.within is not None:
+                held = storage_bytes([*tensors_in(batch), *optimizer_tensors(self.optimizers)])
+                stack.enter_context(enforced(self.device, self.within, held + alive_bytes(self.module, HOST)))
             for i in range(STEPS_PER_TRIAL):
                 alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
                 with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
@@ -188,6 +218,10 @@ class PlainTrial:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def held(self) -> tuple[int, ...]:
+        """Bytes of each parameter and buffer."""
+        return tuple(storage_bytes([t]) for t in (*self.module.parameters(), *self.module.buffers()))
+
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
         return alive_bytes(self.module, self.device)
@@ -198,12 +232,12 @@ class PlainTrial:
         return False
 
     def share(self, compute: Callable[[], T]) -> T:
-        """One process: what `compute` returns."""
-        return compute()
+        """What `compute` returns on the first of the processes that share the module, on each."""
+        return first_rank(self.module, compute)
 
     def least(self, value: int) -> int:
-        """One process: the value."""
-        return value
+        """The least of the values of the processes that share the module."""
+        return min(all_ranks(self.module, value))
 
 
 class _Root(nn.Module):

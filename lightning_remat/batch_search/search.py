@@ -11,13 +11,13 @@ from dataclasses import replace
 from torch import nn
 
 from ..budget import format_bytes
-from ..devices import empty_cache
+from ..devices import counts_memory, empty_cache
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
-from ..plans.plan import StepPlan
 from ..plans.planner import plan
+from ..plans.reserved import Reservation
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 MOST_STEPS = 6
 """Real training steps that a search runs at most."""
+
+_MOST_REPLAYS = 4
+"""Choices that are looked at for gaps before one is executed."""
 
 _LARGEST_PROFILE = 32
 _LARGEST_SIZE = 1 << 20
@@ -87,12 +90,13 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             if good is None:
                 raise
             break
+        choice = _reserved(trial, search, choice)
         size, step = choice.batch_size, choice.step
         if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
             break
         num_steps += STEPS_PER_TRIAL
         try:
-            modules, measured = _execute(trial, size, step, settings)
+            modules, measured = _execute(trial, choice, settings)
         except ValueError as error:
             if is_too_small_for_batch_norm(error) and size != search.sizes[-1]:
                 logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
@@ -170,6 +174,25 @@ def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Ch
     return choice
 
 
+def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
+    """The choice, or the next one that by the model of it a device's allocator finds room for; the first if none is."""
+    if not (search.settings.counts_scratch and counts_memory(trial.device)):
+        return choice
+    for _ in range(_MOST_REPLAYS):
+        step, held = choice.step, trial.held()
+        needed = -trial.least(-Reservation.of(step, held).needed_bytes)
+        if needed <= choice.budget_bytes:
+            break
+        gaps = needed - step.predicted_peak_bytes
+        logger.info("batch size %d leaves gaps of %d bytes in the device's memory", choice.batch_size, gaps)
+        search.leave_gaps(gaps)
+        try:
+            choice = trial.share(search.choose)
+        except InfeasibleBudgetError:
+            break  # the step tells
+    return choice
+
+
 def _has_lower_floor(apart: StepModel, own: StepModel, size: int) -> bool:
     """Whether a region out of place may go noticeably lower than in place."""
     ours, theirs = apart.graphs_at(size), own.graphs_at(size)
@@ -181,17 +204,23 @@ def _free_bytes(trial: Trial) -> int:
     return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
 
 
-def _execute(trial: Trial, size: int, step: StepPlan, settings: Settings) -> tuple[list[nn.Module], int]:
-    """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it."""
-    modules: list[nn.Module] = []
+def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.Module], int]:
+    """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it.
+
+    Where all counts that the device must have, it may take no more than the budget meanwhile.
+    """
+    size, modules = choice.batch_size, list[nn.Module]()
+    trial.within = choice.budget_bytes if settings.counts_scratch else None
     try:
-        modules = install(trial, size, step)
+        modules = install(trial, size, choice.step)
         measured = retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
     except BaseException as error:
         uninstall(modules)
         if not is_out_of_memory(error):
             raise
         measured = _OUT_OF_MEMORY
+    finally:
+        trial.within = None
     most = -trial.least(-measured)
     if most == _OUT_OF_MEMORY:
         uninstall(modules)

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from ..budget import Budget, as_number, check_budget
+from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..planners import planner_of
 from ..schedules.schedule import Schedule
 
@@ -48,6 +49,7 @@ class Settings:
     modules: Sequence[Any] | None = None
     self_check: bool = False
     report_dir: str | Path | None = None
+    gather_bandwidth: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         planner_of(self.planner)
@@ -77,6 +79,7 @@ class Settings:
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{name} is {value!r}, expected a path")
         self._check_sizes()
+        check_bandwidth(self.gather_bandwidth)
         if not (isinstance(cast(object, self.batch_arg_name), str) and self.batch_arg_name.isidentifier()):
             raise ValueError(f"batch_arg_name is {self.batch_arg_name!r}, expected the name of an attribute")
         if self.rebatch_fn is not None and not callable(self.rebatch_fn):

@@ -18,6 +18,7 @@ from ..plans.step_memory import Surroundings, Timeline
 from ..plans.step_planner import plan_step
 from ..regions.calls import View
 from ..regions.fit import misfit
+from ..regions.gathering import reshard_as_planned, units_in
 from ..regions.search import find_regions, profiled_out_of_place, programs_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -39,12 +40,14 @@ class Trial(Protocol):
         batch_size: Samples in the batch as the loader yields it.
         num_devices: Devices that train side by side.
         most_samples: The largest batch that the data can fill; None if unknown.
+        within: With how many bytes what is measured has to get by, as far as the system can be told so; None for all.
     """
 
     device: torch.device
     batch_size: int
     num_devices: int
     most_samples: int | None
+    within: int | None
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
         """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
@@ -59,6 +62,10 @@ class Trial(Protocol):
 
         With scratch, all counts that the device must have for them (`meter.measure_peak`).
         """
+        ...
+
+    def held(self) -> tuple[int, ...]:
+        """Bytes of each tensor that stays on the device: parameters and buffers."""
         ...
 
     def alive_bytes(self) -> int:
@@ -198,8 +205,9 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
     Returns:
         The rewritten modules.
     """
-    programs = programs_of(trial.look_through(batch_size, list(step.plans)).calls, step.plans)
-    return install_parts(programs, step.plans)
+    view = trial.look_through(batch_size, list(step.plans))
+    rewritten = install_parts(programs_of(view.calls, step.plans), step.plans)
+    return [*rewritten, *reshard_as_planned(units_in(view), step.surroundings.gathering)]
 
 
 def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:

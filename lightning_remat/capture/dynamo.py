@@ -9,12 +9,12 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,8 +42,10 @@ _SETTINGS: dict[str, Any] = {
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "suppress_errors": False,
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
-    "recompile_limit": 16,
 }
+
+_MOST_GRAPHS = 16
+"""Of one module, before it is captured no more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -101,6 +103,7 @@ class CompiledForward:
     Args:
         forward: The function, which takes the module first.
         is_whole: Whether it must be one graph. Else what cannot be captured runs as it is between several.
+        num_modules: How many modules share it.
 
     Attributes:
         function: That function.
@@ -108,8 +111,9 @@ class CompiledForward:
         is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True) -> None:
+    def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True, num_modules: int = 1) -> None:
         self.function, self.is_whole = forward, is_whole
+        self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules}
         self.is_exhausted = False
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
@@ -136,7 +140,7 @@ class CompiledForward:
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             # Of this thread; TorchDynamo may have to capture anew.
-            with config.patch(_SETTINGS | {_IGNORED: _ignored_functions()}):
+            with config.patch(self._settings | {_IGNORED: _ignored_functions()}):
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -190,6 +194,32 @@ def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
     return known
+
+
+def share_forwards(modules: Iterable[nn.Module]) -> None:
+    """Lets modules of equal structure have one compiled forward: where the guards hold, one is captured for all."""
+    alike: dict[Hashable, list[nn.Module]] = {}
+    for module in modules:
+        alike.setdefault(_structure(module), []).append(module)
+    for group in alike.values():
+        known = next((forward for m in group if (forward := _forwards[True].get(m)) is not None), None)
+        shared = known or CompiledForward(cast(Any, type(group[0])).forward, num_modules=len(group))
+        for module in group:
+            _forwards[True].setdefault(module, shared)
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """What of a module tells whether one graph may do for it and another: classes, parameters, settings.
+
+    Whole numbers are left out: mostly they say which of the blocks this is, and where it matters a guard knows.
+    """
+    found: list[Hashable] = []
+    for name, m in cast(Iterable[tuple[str, nn.Module]], module.named_modules()):
+        owned = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+        tensors = tuple((k, t.shape, t.dtype, t.requires_grad) for k, t in owned)
+        settings = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | float | str))
+        found.append((name, type(m), tensors, settings))
+    return tuple(found)
 
 
 def _mode_in_the_way() -> str | None:

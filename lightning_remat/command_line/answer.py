@@ -60,6 +60,7 @@ def answer_as_json(network: Network, request: Request, study: Study, device: Dev
         "optimizers": list(network.optimizers),
         "strategy": request.strategy,
         "world_size": request.world_size,
+        "units": dict(network.units),
         "device": device.name,
         "seconds_are": "estimates from speeds measured here" if device.is_measured else "estimates from a data sheet",
         "parameter_bytes": network.parameter_bytes,
@@ -93,6 +94,11 @@ def _surrounded(network: Network, request: Request) -> str:
     parts = [request.precision, " and ".join(network.optimizers) or "no optimizer"]
     if request.strategy == "ddp":
         parts.append(f"ddp on {request.world_size}, its gradient buckets counted on each")
+    if network.is_sharded:
+        blocks = " and ".join(f"each of {number} {name}" for name, number in network.units.items())
+        parts.append(
+            f"a rank of {request.world_size}: fully_shard on {blocks + ', then on ' if blocks else ''}the whole"
+        )
     return ", ".join(parts)
 
 
@@ -126,6 +132,10 @@ def _contents(study: Study, network: Network) -> Table:
         if not amounts[key]:
             continue
         share = amounts[key] / whole
+        if key == "gradient_bytes" and network.is_sharded:
+            words = "gathered parameters, gradients"
+        if key == "input_bytes" and len(study.result.step.keys) > 1:
+            words = "what comes into the parts"
         table.add_row(words, format_bytes(amounts[key]), f"{share:.0%}", "█" * round(share * _BAR_WIDTH))
     table.caption = f"{network.name} has {format_bytes(network.parameter_bytes)} of parameters"
     table.caption_justify = "left"

@@ -20,6 +20,7 @@ from .answer import answer_as_json, print_answer, save_plan
 from .devices import this_machine
 from .network import make_network
 from .request import Request, parse_request
+from .sharding import imagined_world
 from .study import Study, Tell, study
 from .usage_error import UsageError, one_line
 
@@ -74,9 +75,10 @@ def _answer(request: Request) -> int:
         tell(f"making {request.target}")
         device = request.device or this_machine(request.precision)
         mode = FakeTensorMode()
-        network = make_network(request, mode)
-        with mode, assumed_speed(device.speed_at(request.precision)):
-            found = study(network, request, tell)
+        with imagined_world(request.world_size) if request.strategy == "fsdp2" else contextlib.nullcontext() as mesh:
+            network = make_network(request, mode, mesh)
+            with mode, assumed_speed(device.speed_at(request.precision)):
+                found = study(network, request, tell)
     if request.save is not None:
         save_plan(found.result.step, request.save)
     if request.report is not None:

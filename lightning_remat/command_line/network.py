@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ..batch_search.plain_trial import PlainTrial
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from .request import Request
+from .sharding import shard_blocks
 from .target import exchanged, make_module
 from .training import WithBuckets, loss_of_output, make_optimizers, precision_context, true_type
 from .usage_error import UsageError, one_line
@@ -35,7 +37,8 @@ class Network:
         parameter_bytes: Its parameters.
         optimizers: Names of the optimizers' classes.
         inputs: The batch in words.
-        precision: The context in which its forward runs.
+        is_sharded: Whether the model is under `fully_shard`.
+        units: Class → how many of its modules are so by themselves.
     """
 
     name: str
@@ -45,10 +48,12 @@ class Network:
     buffer_bytes: int
     optimizers: tuple[str, ...]
     inputs: tuple[str, ...]
+    is_sharded: bool = False
+    units: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def make_network(request: Request, mode: FakeTensorMode) -> Network:
-    """The step that the request asks about; its forward has run once.
+def make_network(request: Request, mode: FakeTensorMode, mesh: DeviceMesh | None) -> Network:
+    """The step that the request asks about; its forward has run once. Over a mesh the model is sharded block by block.
 
     Raises:
         UsageError: The model cannot be made, or does not take these inputs.
@@ -60,13 +65,15 @@ def make_network(request: Request, mode: FakeTensorMode) -> Network:
         batch = _batch(request, module, kind or torch.float32, mode)
         if not has_batch_dimension(batch):
             raise UsageError("no input has a batch dimension: give --input 8x…")
+        name, parameter_bytes = type(module).__name__, _bytes(module.parameters())
+        units: Mapping[str, int] = {} if mesh is None else shard_blocks(module, mesh)
         optimizers = make_optimizers(request.optimizer, module)
         is_ddp = request.strategy == "ddp" and request.world_size > 1
         whole = WithBuckets(module) if is_ddp else module
         precision = precision_context(request.precision)
         _try_forward(whole, batch, precision)
     return Network(
-        name=type(module).__name__,
+        name=name,
         module=module,
         trial=PlainTrial(
             whole,
@@ -78,10 +85,12 @@ def make_network(request: Request, mode: FakeTensorMode) -> Network:
             [module] if is_ddp else None,
             is_accumulating=False,
         ),
-        parameter_bytes=_bytes(module.parameters()),
+        parameter_bytes=parameter_bytes,
         buffer_bytes=_bytes(module.buffers()),
         optimizers=tuple(type(optimizer).__name__ for optimizer in optimizers),
         inputs=tuple(_described(batch)),
+        is_sharded=mesh is not None,
+        units=units,
     )
 
 

@@ -23,6 +23,7 @@ examples:
   lightning-remat plan torchvision.models:resnet50 --input Bx3x224x224 --memory 80GB --optimizer adamw
   lightning-remat plan my_project.modules:LitModel --device H100 --precision bf16-mixed
   lightning-remat plan path/to/config.json --input Bx1024 --device A100 --save plan.json --report plan.html
+  lightning-remat plan path/to/config.json --input 8x1024 --device A100 --strategy fsdp2 --world-size 8
 """
 
 
@@ -110,12 +111,7 @@ def _check_together(request: Request) -> None:
     if request.world_size < 1:
         raise UsageError(f"--world-size is {request.world_size}, expected at least 1")
     if request.world_size > 1 and request.strategy == "single":
-        raise UsageError(f"--world-size {request.world_size} needs --strategy ddp")
-    if request.strategy == "fsdp2":
-        raise UsageError(
-            "--strategy fsdp2 is not planned for yet: sharded parameters come and go within a step. Remedy: "
-            "--strategy ddp, or a single device"
-        )
+        raise UsageError(f"--world-size {request.world_size} needs --strategy ddp or fsdp2")
     if request.asks_batch_size and memory is None and request.device is None:
         raise UsageError("--input B… asks for a batch size that fits: say into what, with --memory 80GB or --device")
     if request.asks_batch_size and isinstance(memory, str) and memory.strip().endswith("%"):
@@ -173,8 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--precision", choices=PRECISIONS, default="32-true", help="as in Lightning's Trainer")
     parser.add_argument("--planner", choices=sorted(PLANNERS), default="auto", metavar="NAME", help="see --compare")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="single", help="ddp adds its gradient buckets")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="devices of --strategy ddp")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="single",
+        help="ddp adds its gradient buckets; fsdp2 calls fully_shard on every repeated block and on the whole",
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="devices of --strategy")
     parser.add_argument("--compare", action="store_true", help="also asks every other planner (minutes)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="writes the plan, which rematerialize(plan=) takes")
     parser.add_argument("--report", type=Path, metavar="FILE", help="writes a page with pictures (.html)")

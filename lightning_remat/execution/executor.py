@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
-from ..module_state.ambient import Ambient, recomputing
+from ..module_state.ambient import Ambient, Recomputing
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
+from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import (
     ExternalRef,
     Geometry,
@@ -34,6 +35,7 @@ from ..operations.saved_tensors import (
 )
 from .instructions import Do, Instruction
 from .program import Place, Program, Step
+from .stretches import Again
 
 T = TypeVar("T")
 
@@ -48,12 +50,23 @@ class Watch(Protocol):
         """A run of an operation has made these outputs."""
 
 
-class Reference(NamedTuple):
-    """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once."""
+@dataclass(slots=True, eq=False)
+class Reference:
+    """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once.
+
+    Attributes:
+        execution: What finds the tensor.
+        operation: The one whose backward it is saved for.
+        number: Which of those that are saved for it.
+        held: The tensor itself, while the operation runs, and from then on where no schedule governs it.
+        version: Of the held one, when it was saved.
+    """
 
     execution: Execution
     operation: int
     number: int
+    held: Tensor | None
+    version: int
 
 
 class Execution:
@@ -67,43 +80,42 @@ class Execution:
 
     def __init__(self, program: Program, values: list[Any], watch: Watch | None = None) -> None:
         self.program, self.watch, self.steps = program, watch, program.steps
-        tensors = [v for v in values if isinstance(v, Tensor)]
         self.num_given = len(values)
         self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
         for slot, value in program.fetched:
             self.values[slot] = value
         self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
-        self.devices = list({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
+        self.devices = [d for d in {v.device for v in values if isinstance(v, Tensor)} if d.type not in ("cpu", "meta")]
         self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
-        self.is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        self.saved: dict[int, list[Place]] = {}  # of the hooked operations, in the order in which autograd saved them
-        self.held: dict[tuple[int, int], tuple[Tensor, int]] = {}  # those that lie outside, with their versions
+        self.is_fake = any(map(_is_fake, set(map(type, values))))
+        self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
+        self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}
         self.copies: dict[int, dict[int, Tensor]] = {}
         self.kept_versions: dict[tuple[int, int], int] = {}
         self.read: set[tuple[int, int]] = set()  # saved tensors that this backward has read
         self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
-        self.running: tuple[int, list[Tensor]] | None = None  # the first run in progress and what it has saved
+        self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
         self.output_versions: dict[int, list[int]] = {}
         self.task, self.is_ambient_same = -1, False  # of the backward in progress
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.lock = threading.RLock()
 
-    def unpack(self, n: int, number: int) -> Tensor:
-        """Saved tensor `number` of operation `n`, for which its backward asks."""
+    def unpack(self, reference: Reference) -> Tensor:
+        """The tensor for which the backward of an operation asks."""
+        n, number = reference.operation, reference.number
         if self.running is not None:
-            return self._saved_meanwhile(n, number)
+            return self._saved_meanwhile(reference)
         with self.lock:
-            self.arrive(n)
-            if (held := self.held.get((n, number))) is not None:
-                tensor, version = held
-                if tensor._version != version:
-                    raise modified(f"a tensor of shape {tuple(tensor.shape)}", version, tensor)
+            if self.program.place[n] != self.position:
+                self.arrive(n)
+            if (tensor := reference.held) is not None:
+                if tensor._version != reference.version:
+                    raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
                 return tensor
             if (gone := self.released.get((n, number))) is not None:
-                reference, dtype, geometry = gone
-                storage = reference()
+                storage, dtype, geometry = gone[0](), *gone[1:]
                 if storage is not None:  # read again by the same backward, while it lives
                     return tensor_in(storage, dtype, geometry)
             source = self.saved[n][number].source
@@ -112,15 +124,15 @@ class Execution:
             self._release(n, number, source, tensor)
             return tensor
 
-    def _saved_meanwhile(self, n: int, number: int) -> Tensor:
+    def _saved_meanwhile(self, reference: Reference) -> Tensor:
         """A saved tensor for which code asks that differentiates within its forward."""
         assert self.running is not None
-        running, saved = self.running
-        if n == running:
-            return saved[number]
+        if reference.operation == self.running and reference.held is not None:
+            return reference.held
+        names = [self.steps[n].operation.name for n in (self.running, reference.operation)]
         raise RuntimeError(
-            f"{self.steps[running].operation.name} differentiates through {self.steps[n].operation.name} within the "
-            "forward, where nothing can be recomputed. Remedy: leave it out of the rewritten modules"
+            f"{names[0]} differentiates through {names[1]} within the forward, where nothing can be recomputed. "
+            "Remedy: leave it out of the rewritten modules"
         )
 
     def _read(self, n: int, number: int, source: OutputRef | TapeRef) -> Tensor:
@@ -129,29 +141,30 @@ class Execution:
                 with self._recomputing():
                     self.run_again(n, with_tape=True)
             return self.tapes[n][number]
-        step = self.steps[source.operation]
-        if self.values[step.outputs[0]] is None:
+        outputs = self.steps[source.operation].outputs
+        if self.values[outputs[0]] is None:
             with self._recomputing():
                 self.run_again(source.operation)
-        leaf = tensors_of(self.values[slot] for slot in step.outputs)[source.leaf]
-        self._check_output(source.operation)
+        leaf = self.values[outputs[0]]
+        if len(outputs) > 1 or not isinstance(leaf, Tensor):
+            leaf = tensors_of(self.values[slot] for slot in outputs)[source.leaf]
+        if self.output_versions:
+            self._check_output(source.operation)
         return rebuilt(leaf, source.geometry)
 
     def _release(self, n: int, number: int, source: OutputRef | TapeRef, tensor: Tensor) -> None:
         """After the last read of a value by a backward it lives only as long as this backward."""
         self.read.add((n, number))
-        if isinstance(source, TapeRef):
+        if self.steps[n].may_keep:
             self._note_released(n, number, tensor)
+        if isinstance(source, TapeRef):
             del self.tapes[n][number]
         elif source.operation in self.program.released[n]:
-            self._note_released(n, number, tensor)
-            others = enumerate(self.saved[n])
-            if all(
-                (n, k) in self.read
-                for k, other in others
-                if isinstance(other.source, OutputRef) and other.source.operation == source.operation
-            ):
-                self.drop(source.operation)
+            for k, other in enumerate(self.saved[n]):
+                owner = other.source
+                if isinstance(owner, OutputRef) and owner.operation == source.operation and (n, k) not in self.read:
+                    return
+            self.drop(source.operation)
 
     def _note_released(self, n: int, number: int, tensor: Tensor) -> None:
         if tensor.layout is torch.strided:
@@ -169,8 +182,8 @@ class Execution:
                 before, recomputes = self.program.before, self.program.recomputes
                 while self.position < target:
                     self.position += 1
-                    if instructions := before[self.position]:
-                        self._follow(instructions, recomputes=recomputes[self.position])
+                    if parts := before[self.position]:
+                        self._follow(parts, recomputes=recomputes[self.position])
             except BaseException:
                 self.forget()
                 self.position = len(self.program.backwards)  # whatever comes next starts over
@@ -188,28 +201,44 @@ class Execution:
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
 
-    def _follow(self, instructions: tuple[Instruction, ...], *, recomputes: bool) -> None:
+    def _follow(self, parts: tuple[Again | Instruction, ...], *, recomputes: bool) -> None:
         """Recomputes and discards; a stretch of recomputations has its settings once."""
         with self._recomputing() if recomputes else nullcontext():
-            for what, n in instructions:
-                if what is Do.RUN_AGAIN:
-                    self.run_again(n, with_tape=self.steps[n].is_hooked)
-                elif what is Do.DROP:
-                    self.drop(n)
+            for part in parts:
+                if isinstance(part, tuple):
+                    self._do(*part)
+                elif self._is_as_before(part):
+                    part.run(self.values)
                 else:
-                    self.tapes.pop(n, None)
+                    for instruction in part.instructions:
+                        self._do(*instruction)
 
-    def _recomputing(self) -> AbstractContextManager[Any]:
+    def _do(self, what: Do, n: int) -> None:
+        if what is Do.RUN_AGAIN:
+            self.run_again(n, with_tape=self.steps[n].is_hooked)
+        elif what is Do.DROP:
+            self.drop(n)
+        else:
+            self.tapes.pop(n, None)
+
+    def _is_as_before(self, stretch: Again) -> bool:
+        """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""
+        values, versions = self.values, self.versions
+        for slot in stretch.reads:
+            if values[slot] is None:
+                return False
+        for slot in stretch.external:
+            value = values[slot]
+            if isinstance(value, Tensor) and value._version != versions[slot]:
+                return False
+        return self.watch is None and not self.program.copied and self.taped.keys().isdisjoint(stretch.hooked)
+
+    def _recomputing(self) -> Recomputing:
         """The settings of the forward. They are asked for once in each backward, in which nobody else runs."""
         task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if task == -1 or task != self.task:
             self.task, self.is_ambient_same = task, self.ambient.is_current()
-        stack = ExitStack()
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(recomputing())
-        if not self.is_ambient_same:
-            stack.enter_context(self.ambient.restored())
-        return stack
+        return Recomputing(None if self.is_ambient_same else self.ambient)
 
     def drop(self, n: int) -> None:
         """The table lets go of an output."""
@@ -224,14 +253,11 @@ class Execution:
                 self.run_again(producer)
             elif slot in self.output_versions:
                 self._check_output(producer)
-        places = self.saved.get(n, ())
-        with_tape = with_tape and n not in self.tapes and any(isinstance(p.source, TapeRef) for p in places)
+        with_tape = with_tape and n in self.taped and n not in self.tapes
         saved: list[Tensor] = []
-        values = self._conditions(n, step)
+        values = self._conditions(n, step) if step.is_conditional or n in self.copies else self.values
         draws = self.draws.get(n)
-        if draws is None and not with_tape and not step.contexts:
-            made = step.run_again(values)
-        else:
+        if draws is not None or step.contexts:
             with (
                 ContextStack() as contexts,
                 caught_tensors(saved) if with_tape else nullcontext(),
@@ -239,8 +265,13 @@ class Execution:
             ):
                 contexts.enter(step.contexts)
                 made = step.run_again(values)
+        elif with_tape:
+            with caught_tensors(saved):
+                made = step.run_again(values)
+        else:
+            made = step.run_again(values)
         if with_tape:
-            self._catch_tape(n, saved, places)
+            self._catch_tape(n, saved)
             saved.clear()  # it holds the graph that holds the hook that holds it
         if self.watch is not None:
             self.watch.ended(step.operation.name, list(made), is_first=False)
@@ -272,13 +303,12 @@ class Execution:
             values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
-    def _catch_tape(self, n: int, saved: list[Tensor], places: Iterable[Place]) -> None:
-        places = list(places)
-        own = [(k, p.source) for k, p in enumerate(places) if isinstance(p.source, TapeRef)]
-        if len(saved) != len(places) or not all(source.is_like(saved[k]) for k, source in own):
+    def _catch_tape(self, n: int, saved: list[Tensor]) -> None:
+        own, num_saved = self.taped[n], len(self.saved[n])
+        if len(saved) != num_saved or not all(source.is_like(saved[k]) for k, source in own):
             raise RuntimeError(
                 f"{self.steps[n].operation.name} saved other tensors for its backward in its recomputation than in its "
-                f"first run ({len(places)} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it "
+                f"first run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it "
                 "out of the rewritten modules"
             )
         self.tapes[n] = {k: saved[k].detach() for k, _ in own}  # cut from the graph, which holds the inputs
@@ -300,13 +330,8 @@ class Execution:
         self.tapes.clear()
 
 
-def leaf_of(value: Any) -> Any:
-    """The value cut from its graph, asking for gradients where it did."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
-    if value is None:
-        return None
-    return tree_map_only(Tensor, leaf_of, value)
+def _is_fake(kind: type) -> bool:
+    return issubclass(kind, FakeTensor)
 
 
 class ModifiedError(RuntimeError):
@@ -341,4 +366,4 @@ def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) ->
 
 def unpack_reference(reference: Reference) -> Tensor:
     """The tensor in whose place autograd holds the reference."""
-    return reference.execution.unpack(reference.operation, reference.number)
+    return reference.execution.unpack(reference)

@@ -18,8 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..module_state.random_state import Draws, generators_in_use
 from ..operations.contexts import ContextStack
+from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry_of, storage_key, tensors_of
-from .executor import Execution, Reference, Watch, arrive_before, leaf_of, unpack_reference
+from .executor import Execution, Reference, Watch, arrive_before, unpack_reference
 from .instructions import Do
 from .learning import Learning
 from .program import Place, Program, SlotOf, Step
@@ -55,24 +56,24 @@ class _Forward:
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
-        learns, returned, values, steps = self.learns, self.returned, self.values, self.program.steps
-        is_special = bool(self.program.revived or self.program.copied)
+        learns, returned, values, program = self.learns, self.returned, self.values, self.program
+        is_special = bool(program.revived or program.copied)
         is_watched = is_special or learns is not None or self.execution.watch is not None
         try:
             with ContextStack() as contexts:
-                for what, n in self.program.forward:
+                for part in program.forward if is_watched else program.stretches:
+                    if callable(part):
+                        contexts.enter(())
+                        part(values)
+                        continue
+                    what, n = part
                     if what is Do.RUN:
-                        step = steps[n]
-                        if step.is_plain and not is_watched:
-                            for slot, value in zip(step.outputs, step.run(values), strict=True):
-                                values[slot] = value
-                        else:
-                            self._run_first(n, contexts)
+                        self._run_first(n, contexts)
                     elif what is Do.DROP:
                         self.execution.drop(n)
                     elif what is Do.COMPUTE:
-                        run, slot = self.program.constants[n]
-                        (self.values[slot],) = run(self.values)
+                        run, slot = program.constants[n]
+                        (values[slot],) = run(values)
                     elif what is Do.DROP_TAPE:
                         self.execution.tapes.pop(n, None)
                     elif what is Do.SLEEP:
@@ -142,53 +143,60 @@ class _Forward:
         if self.execution.watch is not None:
             self.execution.watch.ended(step.operation.name, list(outputs), is_first=True)
 
-    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """Runs an operation, and what autograd saved of it where it is hooked."""
+    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Reference]]:
+        """Runs an operation, and what autograd got of it where it is hooked."""
         if not step.is_hooked:
             return step.run(self.values), []
-        saved: list[Tensor] = []
-
+        references: list[Reference] = []
         execution = self.execution
 
         def pack(tensor: Tensor) -> Reference:
-            saved.append(tensor)
-            return Reference(execution, n, len(saved) - 1)
+            reference = Reference(execution, n, len(references), tensor, tensor._version)
+            references.append(reference)
+            return reference
 
-        execution.running = n, saved
+        execution.running = n
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack_reference):
             made = step.run(self.values)
         execution.running = None
-        found = list(saved)
-        saved.clear()  # autograd holds the pack hook, and it this list
+        found = references.copy()
+        references.clear()  # autograd holds the pack hook, and it this list
         return made, found
 
-    def _place(self, n: int, saved: list[Tensor]) -> None:
+    def _place(self, n: int, references: list[Reference]) -> None:
         """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
         places = self.program.learned.get(n)
-        if places is None or len(places) != len(saved):
+        if places is None or len(places) != len(references):
             learns = self.learns or Learning(self.program, self.values, self.execution.num_given)
-            places = learns.places(n, saved)
+            places = learns.places(n, [cast(Tensor, r.held) for r in references])
             if self.learns is not None:
                 self.program.learned[n] = places
+        values = self.values
         kept: list[Place] = []
-        for k, (tensor, place) in enumerate(zip(saved, places, strict=True)):
-            if isinstance(place.source, OutputRef):
-                witness = self.values[place.slot]
-                leaf = witness if isinstance(witness, Tensor) else tensors_of([witness])[place.leaf]
-                if storage_key(leaf) == storage_key(tensor):
-                    kept.append(self._resized(place, place.source, tensor))
-                    continue
-                place = _OUTSIDE  # it is another one this time: held, whatever it costs
-            if isinstance(place.source, TapeRef):
-                self.execution.tapes.setdefault(n, {})[k] = (
-                    tensor.detach()
-                )  # it may be the very tensor, which holds the graph
-                if not place.source.is_like(tensor):
+        tapes: dict[int, Tensor] = {}
+        for reference, place in zip(references, places, strict=True):
+            tensor = cast(Tensor, reference.held)
+            source = place.source
+            if isinstance(source, OutputRef):
+                leaf = values[place.slot]
+                if not isinstance(leaf, Tensor):
+                    leaf = tensors_of([leaf])[place.leaf]
+                if leaf is not tensor or not place.is_whole:
+                    if storage_key(leaf) == storage_key(tensor):
+                        place = self._resized(place, source, tensor)
+                    else:
+                        place = _OUTSIDE  # it is another one this time: held, whatever it costs
+            elif isinstance(source, TapeRef):
+                # It may be the very tensor, which holds the graph.
+                tapes[reference.number] = tensor.detach()
+                if not source.is_like(tensor):
                     place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            else:
-                self.execution.held[n, k] = tensor.detach(), tensor._version
+            reference.held = tensor.detach() if isinstance(place.source, ExternalRef) else None
             kept.append(place)
         self.execution.saved[n] = kept
+        if tapes:
+            self.execution.tapes[n] = tapes
+            self.execution.taped[n] = [(k, cast(TapeRef, kept[k].source)) for k in tapes]
 
     def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
         """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""

@@ -44,5 +44,7 @@ class Learning:
             elif witness is None:  # nothing that it sees lives there: the tensor is its own
                 found.append(Place(TapeRef(tensor.shape, tensor.dtype, tensor.device)))
             else:
-                found.append(Place(source, *witness))
+                owner = self.program.steps[source.operation]
+                is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
+                found.append(Place(source, *witness, is_whole))
         return tuple(found)

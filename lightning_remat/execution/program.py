@@ -11,14 +11,15 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.nn import functional
 
-from ..operations.contexts import Context, common_contexts, contexts_of
-from ..operations.evaluation import Run, compile_constant, compile_operation, effect_outputs, slots
+from ..operations.contexts import Context, common_contexts
+from ..operations.evaluation import Run, Stretch, compile_constant, compile_operation, effect_outputs, slots
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
+from .stretches import Again, Stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class Place:
         source: Its owner.
         slot: For a tensor in an output's storage, a value that the operation reads or makes in the same storage.
         leaf: Which tensor of that value.
+        is_whole: Whether that tensor is the output itself, and the saved one the same.
     """
 
     source: Source
     slot: int = -1
     leaf: int = 0
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +60,8 @@ class Step:
         is_repeated: Whether the schedule runs it more than once.
         contexts: Those in which all of it was recorded.
         is_plain: Whether a first run is nothing but the call.
+        is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
+        is_conditional: Whether a recomputation must look at what it reads from outside.
         may_keep: Whether its backward may read inputs that it did not save.
     """
 
@@ -76,6 +81,8 @@ class Step:
     is_repeated: bool
     contexts: tuple[Context, ...]
     is_plain: bool
+    is_plain_again: bool
+    is_conditional: bool
     may_keep: bool
 
 
@@ -91,6 +98,7 @@ class Program:
         fetched: Values that the graph holds itself: slot and value.
         constants: How each is computed, and its slot.
         forward: What the forward does.
+        stretches: The same where nobody watches single operations: those that follow one another are one function.
         backwards: The operations in the order of their backwards.
         before: For each entry of `backwards`, what happens when it tells that it begins, back to the one that told
             before; nothing for those that do not tell.
@@ -111,8 +119,9 @@ class Program:
     fetched: tuple[tuple[int, Any], ...]
     constants: tuple[tuple[Run, int], ...]
     forward: tuple[Instruction, ...]
+    stretches: tuple[Stretch | Instruction, ...]
     backwards: tuple[int, ...]
-    before: tuple[tuple[Instruction, ...], ...]
+    before: tuple[tuple[Again | Instruction, ...], ...]
     recomputes: tuple[bool, ...]
     place: tuple[int, ...]
     released: tuple[frozenset[int], ...]
@@ -149,9 +158,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     recomputes = tuple(any(what is Do.RUN_AGAIN for what, _ in before) for before in lines.before)
     announced = {n for n, again in zip(order.backwards, recomputes, strict=True) if again}
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
-    has_contexts = any(contexts_of(p) for o in traced.operations for p in o.parts)
     runs = Counter(n for kind, n in schedule if kind == "F")
-    steps = (
+    steps = tuple(
         _step(
             traced,
             n,
@@ -159,20 +167,30 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
             is_hooked=n in hooked,
             is_announced=n in announced,
             is_repeated=runs[n] > 1,
-            has_contexts=has_contexts,
         )
         for n in range(len(traced.operations))
     )
+    stretches = Stretches(traced, slot_of)
+    again = {
+        n
+        for n, step in enumerate(steps)
+        if step.is_plain_again and not (step.is_hooked and graph.nodes[n].tape_bytes)
+        if not any(steps[m].is_output for m in step.producers)
+    }
+    gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
     return Program(
         traced,
         schedule,
-        tuple(steps),
+        steps,
         len(slot_of),
         tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants,
         lines.forward,
+        stretches.of_forward(lines.forward, {n for n, step in enumerate(steps) if step.is_plain}),
         order.backwards,
-        _gathered(lines.before, [n in hooked or n in announced for n in order.backwards]),
+        tuple(
+            stretches.of_backward(instructions, again, lambda n: steps[n].external, hooked) for instructions in gathered
+        ),
         recomputes,
         order.place,
         lines.released,
@@ -201,7 +219,6 @@ def _step(
     is_hooked: bool,
     is_announced: bool,
     is_repeated: bool,
-    has_contexts: bool,
 ) -> Step:
     operation = traced.operations[n]
     own = [p for p in operation.parts if p not in operation.effects]
@@ -212,8 +229,10 @@ def _step(
     external = [i for i in read if i.op == "placeholder" or i in written]
     kept = tuple(slot_of[i] for i in external if i in written and not _only_writes(own, i))
     effects = tuple(slot_of[p] for p in effect_outputs(operation))
+    scratch = tuple(slot_of[i] for i in operation.writes if i in slot_of)
     is_output = n in traced.outputs
-    is_special = is_hooked or is_announced or is_output or has_contexts or operation.is_random or bool(kept or effects)
+    contexts = common_contexts(operation.parts)
+    is_special = is_hooked or is_announced or is_output or operation.is_random or bool(kept or effects or contexts)
     return Step(
         operation,
         compile_operation(operation, slot_of, is_first=True),
@@ -223,14 +242,16 @@ def _step(
         tuple(slot_of[i] for i in made),
         tuple(traced.producer[i] for i in made),
         tuple(slot_of[i] for i in external if i not in written),
-        tuple(slot_of[i] for i in operation.writes if i in slot_of),
+        scratch,
         kept,
         is_hooked,
         is_announced,
         is_output,
         is_repeated,
-        common_contexts(operation.parts),
+        contexts,
         not is_special,
+        not (is_output or operation.is_random or kept or scratch or contexts),
+        bool(external or scratch),
         any(map(may_keep_what_it_reads, operation.parts)),
     )
 

@@ -22,6 +22,7 @@ from ..capture.tracer import is_alike, traced_graph
 from ..errors import TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
+from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
@@ -123,7 +124,10 @@ class _Rewritten:
                 )
             self._num_plans += 1
             costs = profile_call(traced, values, given, repeats=1)
-            plan = make_plan(costs, max(part.budget_bytes for _, part in self.parts), self.planner)
+            # Nothing is run to measure this one: its prediction is taken to be off by the same factor as theirs.
+            predicted = [(plan, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
+            budget_bytes = max(plan.budget_bytes * peak // max(1, plan.peak_bytes) for plan, peak in predicted)
+            plan = make_plan(costs, budget_bytes, self.planner)
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
             return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
         except ValueError as error:  # what a planner of the user's proposes too
@@ -251,6 +255,7 @@ def install_regions(
 def restore(module: nn.Module) -> None:
     """Undoes `rematerialize`, of submodules as well; does nothing to a module that is not rewritten."""
     for m in module.modules():
+        restore_resharding(m)
         if vars(m).pop(_STATE, None) is not None:
             for name in _BOUND:
                 vars(m).pop(name, None)
@@ -281,10 +286,14 @@ class Rewriting:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._states = [(m, vars(m)[_STATE]) for m in module.modules() if _STATE in vars(m)]
+        units = ((m, planned_resharding(m)) for m in gathering_units(module))
+        self._resharding = [(unit, reshards) for unit, reshards in units if reshards is not None]
 
     def put_back(self) -> None:
         """Rewrites the module as it was."""
         restore(self.module)
+        for unit, reshards in self._resharding:
+            set_reshards(unit, reshards)
         for m, state in self._states:
             _put(m, state)
 

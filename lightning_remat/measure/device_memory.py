@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 
-from ..devices import memory_info
+from ..devices import limited, memory_info
 from .resident_memory import release_unused
 
 
@@ -41,6 +43,37 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if address_space is not None:
         total, free = min(total, address_space), min(free, max(0, address_space - psutil.Process().memory_info().vms))
     return DeviceMemory(free, total)
+
+
+@contextmanager
+def enforced(device: torch.device, budget_bytes: int, alive_bytes: int) -> Generator[None]:
+    """The block runs out of memory where it takes more than the budget, as far as the system can be told so.
+
+    On a device that knows a process's fraction that fraction is lowered. On the host that is done with `RLIMIT_AS`
+    where the process has such a limit, so that what no figure of memory tells is in it: code, stacks, gaps.
+
+    Args:
+        device: Where the block runs.
+        budget_bytes: What it may take, `alive_bytes` included.
+        alive_bytes: What of the budget is taken already.
+    """
+    address_space = _address_space_limit()
+    if device.type != "cpu":
+        with limited(device, budget_bytes):
+            yield
+    elif address_space is None:
+        yield
+    else:
+        import resource  # of Unix alone, as the limit is
+
+        release_unused()
+        least = psutil.Process().memory_info().vms + max(0, budget_bytes - alive_bytes)
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (min(least, address_space), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _address_space_limit() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from ..devices import (
     start_counting,
     synchronize,
 )
+from ..module_state.sharding import gathered_tensors, gathering_units, groups_of, last_gathered_bytes
 from .resident_memory import ResidentGrowth
 
 
@@ -77,8 +78,7 @@ def measure_peak(
             synchronize(device)
             measured.peak_bytes = most_bytes(device, reserved=with_scratch)
         return
-    meter = StorageMeter()
-    meter.add_all(_tensors(include))
+    meter = _meter_of(include)
     measured.start_bytes = meter.alive_bytes
     resident = ResidentGrowth() if with_scratch and device.type == "cpu" else None
     try:
@@ -92,7 +92,7 @@ def measure_peak(
 
 @contextmanager
 def measure_growth(
-    device: torch.device, include: Iterable[Tensor] = (), *, with_scratch: bool = False
+    device: torch.device, include: Iterable[Tensor | nn.Module] = (), *, with_scratch: bool = False
 ) -> Generator[Peak, None, None]:
     """Measures by how much the memory of a block exceeds what was alive at its start, at most.
 
@@ -109,16 +109,21 @@ def measure_growth(
     measured.peak_bytes -= measured.start_bytes
 
 
-def _tensors(include: Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:
+def _meter_of(include: Iterable[Tensor | nn.Module]) -> StorageMeter:
+    """A meter that counts what is included, and holds none of it."""
+    meter = StorageMeter()
     for item in include:
         if isinstance(item, nn.Module):
             for parameter in item.parameters():
-                yield parameter
+                meter.add(parameter)
                 if parameter.grad is not None:
-                    yield parameter.grad
-            yield from item.buffers()
+                    meter.add(parameter.grad)
+            for buffer in item.buffers():
+                meter.add(buffer)
+            meter.watch(group for unit in gathering_units(item) for group in groups_of(unit))
         else:
-            yield item
+            meter.add(item)
+    return meter
 
 
 def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -149,30 +154,21 @@ class StorageMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._pending: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
-        self._patches = ExitStack()
+        self._groups: list[Any] = []
+        self._gathered_bytes: dict[int, int] = {}  # place of a group → of its last tensor, when it was looked at
 
-    def __enter__(self) -> StorageMeter:
-        """Watches storages that change their size too, as those of gathered parameters, of which no operation tells."""
-        kind: Any = torch.UntypedStorage
-        resize: Callable[..., Any] = kind.resize_
+    def watch(self, groups: Iterable[Any]) -> None:
+        """Counts what groups of parameters are gathered into, whose storages grow and shrink without an operation."""
+        self._groups += groups
+        self._look_at_groups()
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            was_empty = not storage.nbytes()
-            result = resize(storage, size)
-            if was_empty or self._knows(storage):
-                self._add_storage(storage)
-                self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-            return result
-
-        self._patches.callback(setattr, kind, "resize_", resize)
-        kind.resize_ = resized
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Leaves storages alone."""
-        cast(Any, super()).__exit__(*error)
-        self._patches.close()
+    def _look_at_groups(self) -> None:
+        for place, group in enumerate(self._groups):
+            size = last_gathered_bytes(group)
+            if self._gathered_bytes.get(place, 0) != size:
+                self._gathered_bytes[place] = size
+                for tensor in gathered_tensors(group):
+                    self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor`, if it is not counted yet, from now to its death."""
@@ -184,15 +180,12 @@ class StorageMeter(TorchDispatchMode):
         key = storage._cdata  # pyright: ignore[reportPrivateUsage]
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:
+            if known[1] == storage.nbytes():
+                return
             self.alive_bytes += storage.nbytes() - known[1]  # resized in place
         else:
             self.alive_bytes += storage.nbytes()
         self._alive[key] = (weakref.ref(storage, self._on_death(key)), storage.nbytes())
-
-    def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of the tensors, and holds none of them."""
-        for tensor in tensors:
-            self.add(tensor)
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
         known = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
@@ -238,6 +231,8 @@ class StorageMeter(TorchDispatchMode):
             if first() is not None:
                 self.peak_bytes = max(self.peak_bytes, alive_bytes)
             self._pending = None
+        if self._groups:
+            self._look_at_groups()
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
 
     def finish(self) -> int:

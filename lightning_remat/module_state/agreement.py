@@ -21,6 +21,11 @@ PATIENCE = timedelta(seconds=20)
 _numbers = itertools.count()
 
 
+def is_shared(module: nn.Module) -> bool:
+    """Whether other processes hold parts of the module: in a fake group, for planning alone, there are no others."""
+    return has_units(module) and dist.get_backend() != "fake"
+
+
 class OtherRankError(RuntimeError):
     """A step that all processes run together has failed on some of them, so that the others cannot go on."""
 
@@ -30,7 +35,7 @@ def first_rank(module: nn.Module, compute: Callable[[], T]) -> T:
 
     Of a module in one piece, what it returns here.
     """
-    if not has_units(module):
+    if not is_shared(module):
         return compute()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -47,7 +52,7 @@ def first_rank(module: nn.Module, compute: Callable[[], T]) -> T:
 
 def all_ranks(module: nn.Module, value: T) -> list[T]:
     """The values of all processes that hold a part of the module."""
-    if not has_units(module):
+    if not is_shared(module):
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     cast(Any, dist).all_gather_object(found, value)
@@ -63,7 +68,7 @@ def together(module: nn.Module, run: Callable[[], T]) -> T:
     Raises:
         OtherRankError: The step has failed on some processes only, or otherwise than here.
     """
-    if not has_units(module):
+    if not is_shared(module):
         return run()
     number, rank, size = next(_numbers), dist.get_rank(), dist.get_world_size()
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]

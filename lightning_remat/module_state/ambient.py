@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _local = threading.local()
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
 
 def is_recomputing() -> bool:
@@ -21,16 +22,6 @@ def is_recomputing() -> bool:
     False
     """
     return getattr(_local, "depth", 0) > 0
-
-
-@contextmanager
-def recomputing() -> Generator[None, None, None]:
-    """Marks what runs inside, in this thread, as a recomputation."""
-    _local.depth = getattr(_local, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _local.depth -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +68,40 @@ class Ambient:
                 stack.callback(_set_algorithms, now.algorithms)
                 _set_algorithms(self.algorithms)
             yield
+
+
+class Recomputing:
+    """A recomputation, in this thread: under the settings of the forward, with gradients as there.
+
+    It is entered before many a backward, so that it is no generator.
+
+    Args:
+        settings: Those of the forward; None where they are in force.
+    """
+
+    __slots__ = ("_settings", "_was_enabled")
+
+    def __init__(self, settings: Ambient | None) -> None:
+        self._settings = None if settings is None else settings.restored()
+
+    def __enter__(self) -> None:
+        """Sets what differs."""
+        _local.depth = getattr(_local, "depth", 0) + 1
+        self._was_enabled = torch.is_grad_enabled()
+        if not self._was_enabled:
+            _set_grad_enabled(True)
+        if self._settings is not None:
+            self._settings.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Puts it back."""
+        try:
+            if self._settings is not None:
+                self._settings.__exit__(*error)
+        finally:
+            if not self._was_enabled:
+                _set_grad_enabled(False)
+            _local.depth -= 1
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:

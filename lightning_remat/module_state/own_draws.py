@@ -24,6 +24,11 @@ class OwnDraws(TorchDispatchMode):
         num_draws: Random operations so far.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may choose a graph inside: its operations draw when they run."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.num_draws = 0

@@ -70,9 +70,9 @@ def record(
 
 
 @contextmanager
-def preserved_random() -> Generator[None]:
-    """Restores the random states of python, numpy and torch on every device."""
-    put_back = record_random()
+def preserved_random(*, with_torch: bool = True) -> Generator[None]:
+    """Restores the random states of python, numpy and, unless that is left out, torch on every device."""
+    put_back = record_random(with_torch=with_torch)
     try:
         yield
     finally:
@@ -91,12 +91,12 @@ def preserved_own_generators(module: nn.Module) -> Generator[None]:
             put_back()
 
 
-def record_random() -> Undo:
+def record_random(*, with_torch: bool = True) -> Undo:
     """What puts the random states of python, numpy and torch on every device back to what they are now."""
     # numpy's global state is the one that users' data sets draw from.
     numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
     python_state = random.getstate()
-    states = [(device, random_state(device)) for device in devices_in_use()]
+    states = [(device, random_state(device)) for device in (devices_in_use() if with_torch else ())]
 
     def put_back() -> None:
         random.setstate(python_state)

@@ -73,6 +73,45 @@ def gathering_units(root: nn.Module) -> list[nn.Module]:
     return [m for m in root.modules() if is_unit(m) and groups_of(m)] if has_units(root) else []
 
 
+_RESHARDS = "_rematerialized_resharding"
+"""What a unit has, on which it was planned whether it is resharded after its forward: what it was set to before."""
+
+
+def may_reshard(unit: nn.Module) -> bool:
+    """Whether a unit is resharded after its forward or not, neither in part nor replicated."""
+    return all(hasattr(g.mesh_info, "shard_mesh_size") and not g._use_post_forward_mesh for g in groups_of(unit))
+
+
+def set_reshards(unit: nn.Module, reshards: bool) -> None:
+    """Lets a unit be resharded after its forward, or stay gathered until its backward."""
+    vars(unit).setdefault(_RESHARDS, [group.post_forward_mesh_info for group in groups_of(unit)])
+    cast(Any, unit).set_reshard_after_forward(reshards, recurse=False)
+
+
+def planned_resharding(unit: nn.Module) -> bool | None:
+    """Whether a unit is resharded by a plan; None where none says."""
+    return groups_of(unit)[0]._reshard_after_forward if _RESHARDS in vars(unit) else None
+
+
+def restore_resharding(module: nn.Module) -> None:
+    """Undoes `set_reshards`."""
+    before = vars(module).pop(_RESHARDS, None)
+    if before is not None:
+        for group, info in zip(groups_of(module), before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+def gathered_tensors(group: Any) -> list[Tensor]:
+    """What the parameters of a group are gathered into; their storages are empty where they are not gathered."""
+    return [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
+
+
+def last_gathered_bytes(group: Any) -> int:
+    """Of the last of these tensors: since all are resized at once, or one after the other, it tells of all."""
+    tensors = group.fsdp_params[-1].all_gather_outputs
+    return tensors[-1].untyped_storage().nbytes() if tensors else 0
+
+
 def reason_against_units(root: nn.Module) -> str | None:
     """Why the units of a module cannot be rematerialized, with the remedy, or None."""
     for path, module in root.named_modules():
@@ -102,17 +141,17 @@ def settled(root: nn.Module) -> Generator[None]:
 
     A forward without a backward, or an error, would leave parameters gathered and FSDP2 in wait of a backward.
     """
-    if not has_units(root):
-        yield
-        return
-    _settle(root)
+    settle(root)
     try:
         yield
     finally:
-        _settle(root)
+        settle(root)
 
 
-def _settle(root: nn.Module) -> None:
+def settle(root: nn.Module) -> None:
+    """Reshards all units, and ends what they are in the midst of."""
+    if not has_units(root):
+        return
     for unit in root.modules():
         if is_unit(unit) and cast(Any, unit)._get_fsdp_state()._is_root:
             gradients = [(shard, shard.grad) for shard in _shards(unit)]

@@ -23,6 +23,9 @@ class Values(Protocol):
 Run = Callable[[Values], tuple[Any, ...]]
 """Runs an operation: the values of its outputs, those of its effects included in a first run."""
 
+Stretch = Callable[[list[Any]], None]
+"""Runs operations on the table of values, and puts there what is read later."""
+
 
 def slots(traced: TracedModule) -> dict[fx.Node, int]:
     """A number for every fx node whose value is read beyond its own operation: placeholders first, in order."""
@@ -61,6 +64,42 @@ def compile_constant(node: fx.Node, slot_of: Mapping[fx.Node, int]) -> Run:
     return _compiled([node], [node], slot_of, node.name)
 
 
+def compile_stretch(
+    stretch: Iterable[Operation | fx.Node | int], slot_of: Mapping[fx.Node, int], *, is_first: bool
+) -> Stretch:
+    """One function for operations that run one after another, as fx makes one for a whole graph.
+
+    What is made and let go of within the stretch never enters the table of values.
+
+    Args:
+        stretch: In order: operations to run, constants (nodes without tensors) to compute, and the slots of values that
+            nobody reads any more.
+        slot_of: See `slots`.
+        is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
+    """
+    stretch = list(stretch)
+    last_drop = {item: position for position, item in enumerate(stretch) if isinstance(item, int)}
+    writer = _Writer(slot_of)
+    body: list[str] = []
+    for position, item in enumerate(stretch):
+        if isinstance(item, int):
+            body.append(writer.forget(item))
+            continue
+        parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
+        if not is_first and isinstance(item, Operation):
+            parts = [p for p in parts if p not in item.effects]
+        body += [line for part in parts for line in writer.lines(part)]
+        temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
+        if temporary:
+            body.append(f"del {', '.join(temporary)}")
+        if not is_first:
+            cut = writer.constant(leaf_of)
+            body += [f"{t} = {cut}({t})" for t in (writer.locals[n] for n in outputs)]
+        staying = [n for n in outputs if last_drop.get(slot_of[n], -1) < position]
+        body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in staying]
+    return writer.function(body or ["pass"], "stretch")
+
+
 def _compiled(
     parts: list[fx.Node],
     outputs: list[fx.Node],
@@ -71,9 +110,7 @@ def _compiled(
     writer = _Writer(slot_of, len(common))
     body = [line for part in parts for line in writer.lines(part)]
     returned = "".join(f"{writer.name_of(n)}, " for n in outputs)
-    source = "\n".join(["def run(v):", *(f"    {line}" for line in body), f"    return ({returned})"])
-    exec(compile(source, f"<operation {name}>", "exec"), writer.namespace)
-    return writer.namespace["run"]
+    return writer.function([*body, f"return ({returned})"], f"operation {name}")
 
 
 class _Writer:
@@ -82,10 +119,22 @@ class _Writer:
     The outermost `depth` contexts of the nodes are entered already.
     """
 
-    def __init__(self, slot_of: Mapping[fx.Node, int], depth: int) -> None:
+    def __init__(self, slot_of: Mapping[fx.Node, int], depth: int = 0) -> None:
         self.slot_of, self.depth = slot_of, depth
         self.namespace: dict[str, Any] = {}
         self.locals: dict[fx.Node, str] = {}
+        self.num_locals = 0
+
+    def function(self, body: list[str], name: str) -> Callable[[Any], Any]:
+        """The function of a table of values that consists of these lines."""
+        source = "\n".join(["def run(v):", *(f"    {line}" for line in body)])
+        exec(compile(source, f"<{name}>", "exec"), self.namespace)
+        return self.namespace["run"]
+
+    def forget(self, slot: int) -> str:
+        """The line that lets go of a value."""
+        local = next((n for n in self.locals if self.slot_of.get(n) == slot), None)
+        return f"v[{slot}] = None" if local is None else f"del {self.locals.pop(local)}"
 
     def lines(self, n: fx.Node) -> Iterable[str]:
         """The call, within its contexts."""
@@ -95,7 +144,8 @@ class _Writer:
             call = f"{args[0]}.{n.target}({', '.join([*args[1:], *kwargs])})"
         else:
             call = f"{self.constant(n.target)}({', '.join([*args, *kwargs])})"
-        name = self.locals[n] = f"t{len(self.locals)}"
+        name = self.locals[n] = f"t{self.num_locals}"
+        self.num_locals += 1
         contexts = [f"{self.constant(c.enter)}()" for c in contexts_of(n)[self.depth :]]
         if contexts:
             yield f"with {', '.join(contexts)}: {name} = {call}"
@@ -128,6 +178,15 @@ class _Writer:
         name = f"c{len(self.namespace)}"
         self.namespace[name] = value
         return name
+
+
+def leaf_of(value: Any) -> Any:
+    """The value cut from its graph, asking for gradients where it did."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
+    if value is None:
+        return None
+    return tree_map_only(Tensor, leaf_of, value)
 
 
 def detached(value: Any) -> Any:

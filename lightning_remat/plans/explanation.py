@@ -9,6 +9,7 @@ from ..budget import format_bytes
 from ..planners._auto.front_search import front_of
 from ..schedules.floor import Floor, find_floor
 from ..schedules.graph import Graph
+from ..schedules.simulator import simulate
 from ..schedules.time_bound import least_recompute_seconds
 from .plan import Plan
 
@@ -81,13 +82,14 @@ def explain(plan: Plan, *, more_bytes: int | None = None, effort: float = 1.0) -
         more_bytes: The addition to the budget to value; a tenth of the plain peak where None.
         effort: Of the search of `auto`.
     """
-    graph = plan.graph
-    if not graph.nodes:
+    if not plan.graph.nodes:
         raise ValueError("a plan of no operations has nothing to explain")
+    graph = plan.graph.with_reruns_priced()
     front = front_of(graph, effort)
     more = max(1, plan.plain.peak_bytes // 10) if more_bytes is None else more_bytes
     later = front.within(plan.budget_bytes + more)
-    saved = 0.0 if later is None else max(0.0, plan.simulation.seconds - front.seconds[later])
+    seconds = simulate(graph, plan.schedule).seconds
+    saved = 0.0 if later is None else max(0.0, seconds - front.seconds[later])
     knee = _knee(front.peaks, front.seconds)
     return Explanation(
         plan=plan,
@@ -97,7 +99,7 @@ def explain(plan: Plan, *, more_bytes: int | None = None, effort: float = 1.0) -
         more_bytes=more,
         saved_seconds=saved,
         knee_bytes=front.peaks[knee],
-        knee_overhead=front.seconds[knee] / front.seconds[-1] - 1 if front.seconds[-1] else 0.0,
+        knee_overhead=(front.seconds[knee] - front.seconds[-1]) / max(plan.plain.seconds, 1e-12),
         decisions=tuple(_decisions(plan)),
     )
 
@@ -122,7 +124,8 @@ def _decisions(plan: Plan) -> list[str]:
     for n, node in enumerate(graph.nodes):
         if runs[n] > 1:
             again.setdefault(node.kind, []).append(n)
-            seconds[node.kind] = seconds.get(node.kind, 0.0) + node.forward_seconds * (runs[n] - 1)
+            each = node.forward_seconds + node.rerun_price
+            seconds[node.kind] = seconds.get(node.kind, 0.0) + each * (runs[n] - 1)
         elif (n in needed and not node.is_view) or node.tape_bytes:
             kept[node.kind] += 1
     if not again:

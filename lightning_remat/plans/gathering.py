@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -22,6 +22,9 @@ class Unit:
         cast_gradient_bytes: That part as gradients of the shards, where these have another type; else 0.
         outside_gradient_bytes: Full gradients of the unit's parameters that no region holds.
         outside_shard_bytes: The gradients of their shards, which the surroundings count as resident throughout.
+        gather_seconds: What a second gather, before the backward, takes where the unit is resharded after its forward;
+            None where it is not to be planned whether it is.
+        plain_kept_bytes: What stays as the user has set it, where it has been planned otherwise.
     """
 
     full_bytes: int
@@ -33,6 +36,8 @@ class Unit:
     cast_gradient_bytes: int
     outside_gradient_bytes: int
     outside_shard_bytes: int
+    gather_seconds: float | None = None
+    plain_kept_bytes: int | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -67,6 +72,34 @@ class Gathering:
 
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
+
+    @property
+    def planned(self) -> dict[int, float]:
+        """The units of which is planned whether they are resharded after their forward, and the seconds of that."""
+        return {u: unit.gather_seconds for u, unit in enumerate(self.units) if unit.gather_seconds is not None}
+
+    @property
+    def seconds(self) -> float:
+        """Of the second gathers that are planned."""
+        return sum(price for u, price in self.planned.items() if not self.units[u].kept_bytes)
+
+    def keeping(self, kept: Collection[int]) -> Gathering:
+        """The same where of the planned units these stay gathered from forward to backward, and no others."""
+        units = list(self.units)
+        for u in self.planned:
+            unit = units[u]
+            plain = unit.kept_bytes if unit.plain_kept_bytes is None else unit.plain_kept_bytes
+            units[u] = replace(unit, kept_bytes=unit.full_bytes if u in kept else 0, plain_kept_bytes=plain)
+        return replace(self, units=tuple(units))
+
+    @property
+    def plain(self) -> Gathering:
+        """The same as the user has set it."""
+        return self.keeping([u for u in self.planned if self.units[u].plain_kept_bytes or self._is_kept(u)])
+
+    def _is_kept(self, u: int) -> bool:
+        unit = self.units[u]
+        return unit.plain_kept_bytes is None and bool(unit.kept_bytes)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gathering:

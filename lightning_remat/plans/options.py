@@ -7,8 +7,8 @@ of the step: whatever is resident then is added to that operation's workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
 from .planner import plan
-from .step_memory import RegionCost, RegionPeaks, Surroundings, peaks_of_phases, region_peaks
+from .step_memory import RegionCost, RegionPeaks, StepPeaks, Surroundings, region_peaks
 
 _HELD = 6
 """Limits on what a region holds for which the planner is asked, from the least to what the plain run holds."""
@@ -51,11 +51,16 @@ def choose(
     *,
     like: Mapping[str, Graph],
     **options: Any,
-) -> dict[str, Schedule]:
+) -> tuple[dict[str, Schedule], Surroundings]:
     """A schedule for each region, such that the step stays within the budget where that is possible.
 
     Starting from the plain run, the exchange that saves the most excess memory for its seconds is made until the step
-    fits; what was exchanged in vain is taken back. Where it does not come to fit, the lowest peak is returned.
+    fits; what was exchanged in vain is taken back. Where it does not come to fit, the lowest peak is returned. To
+    reshard a unit after its forward, where that is to be planned, is one more exchange, for the seconds of a gather;
+    so that this is never worse than resharding all or none, each of these is a start too.
+
+    Returns:
+        The schedules, and the surroundings with the units as chosen.
     """
     known: dict[Graph, Graph] = {}
     menus: dict[str, tuple[Option, ...]] = {}
@@ -63,67 +68,110 @@ def choose(
         alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
         asked = tuple(sorted(options.items()))
         menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, like.get(key, alike))
-    search = _Search(tuple(keys), graphs, menus, surroundings)
-    chosen = search.reduced(budget_bytes)
-    if search.excess(chosen, budget_bytes):
-        lowest = (search.reduced(0), search.least(lambda p: p.held_bytes), search.least(lambda p: p.most_bytes))
-        chosen = min(lowest, key=search.peak)
-    return {key: option.schedule for key, option in search.relaxed(chosen, budget_bytes).items()}
+    search = _Search(tuple(keys), [(key, graphs[key]) for key in keys], menus, surroundings)
+    units = frozenset(search.prices)
+    starts = [(units, True)]
+    if units:
+        starts += [(units, False), (frozenset[int](), False)]
+    found = [search.relaxed(search.reduced(budget_bytes, *start), budget_bytes) for start in starts]
+    if all(search.excess(choice, budget_bytes) for choice in found):
+        found = [search.reduced(0, *start) for start in starts]
+        leanest = (search.least(lambda p: p.held_bytes), search.least(lambda p: p.most_bytes))
+        found += [Choice(lean, kept) for lean in leanest for kept in {units, frozenset[int]()}]
+        found = [search.relaxed(min(found, key=search.peak), budget_bytes)]
+    best = min(found, key=lambda choice: (search.excess(choice, budget_bytes), search.seconds(choice)))
+    return {key: option.schedule for key, option in best.options.items()}, search.around(best.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An option for each region, and the units that stay gathered, of those that are planned."""
+
+    options: dict[str, Option]
+    kept: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
     keys: tuple[str, ...]
-    graphs: Mapping[str, Graph]
+    calls: list[tuple[str, Graph]]
     menus: Mapping[str, tuple[Option, ...]]
     surroundings: Surroundings
+    known: dict[frozenset[int], StepPeaks] = field(default_factory=dict[frozenset[int], StepPeaks])
 
-    def phases(self, chosen: Mapping[str, Option]) -> list[int]:
-        calls = [(key, self.graphs[key], chosen[key].peaks) for key in self.keys]
-        return peaks_of_phases(calls, self.surroundings)
+    @property
+    def prices(self) -> dict[int, float]:
+        """The units to plan, and the seconds of their second gather."""
+        return {} if self.surroundings.gathering is None else self.surroundings.gathering.planned
 
-    def peak(self, chosen: Mapping[str, Option]) -> int:
-        return max(self.phases(chosen))
+    def around(self, kept: frozenset[int]) -> Surroundings:
+        gathering = self.surroundings.gathering
+        return self.surroundings if gathering is None else replace(self.surroundings, gathering=gathering.keeping(kept))
 
-    def excess(self, chosen: Mapping[str, Option], budget_bytes: int) -> int:
-        return sum(max(0, peak - budget_bytes) for peak in self.phases(chosen))
+    def phases(self, choice: Choice) -> list[int]:
+        if choice.kept not in self.known:
+            self.known[choice.kept] = StepPeaks(self.calls, self.around(choice.kept))
+        return self.known[choice.kept].of([choice.options[key].peaks for key in self.keys])
+
+    def peak(self, choice: Choice) -> int:
+        return max(self.phases(choice))
+
+    def excess(self, choice: Choice, budget_bytes: int) -> int:
+        return sum(max(0, peak - budget_bytes) for peak in self.phases(choice))
+
+    def seconds(self, choice: Choice) -> float:
+        gathers = sum(price for u, price in self.prices.items() if u not in choice.kept)
+        return gathers + sum(choice.options[key].seconds for key in self.keys)
 
     def least(self, measure: Callable[[RegionPeaks], int]) -> dict[str, Option]:
         return {key: min(menu, key=lambda o: (measure(o.peaks), o.seconds)) for key, menu in self.menus.items()}
 
-    def reduced(self, budget_bytes: int) -> dict[str, Option]:
-        chosen = {key: min(menu, key=lambda o: o.seconds) for key, menu in self.menus.items()}
-        excess = self.excess(chosen, budget_bytes)
+    def reduced(self, budget_bytes: int, kept: frozenset[int], reshards: bool) -> Choice:
+        """From the fastest options on, what excess memory is exchanged for seconds, by resharding too where wanted."""
+        fastest = {key: min(menu, key=lambda o: o.seconds) for key, menu in self.menus.items()}
+        choice = Choice(fastest, kept)
+        excess = self.excess(choice, budget_bytes)
         while excess:
-            best: tuple[float, int, str, Option] | None = None
-            for key, menu in self.menus.items():
-                for option in menu:
-                    left = self.excess({**chosen, key: option}, budget_bytes)
-                    if left < excess:
-                        rate = (excess - left) / max(option.seconds - chosen[key].seconds, 1e-12)
-                        if best is None or rate > best[0]:
-                            best = rate, left, key, option
+            best: tuple[float, int, Choice] | None = None
+            for other, seconds in self._exchanges(choice, reshards):
+                left = self.excess(other, budget_bytes)
+                if left < excess:
+                    rate = (excess - left) / max(seconds, 1e-12)
+                    if best is None or rate > best[0]:
+                        best = rate, left, other
             if best is None:
                 break
-            _, excess, key, option = best
-            chosen[key] = option
-        return chosen
+            _, excess, choice = best
+        return choice
 
-    def relaxed(self, chosen: dict[str, Option], budget_bytes: int) -> dict[str, Option]:
-        """The same with faster options where these do not exceed the budget by more."""
-        excess = self.excess(chosen, budget_bytes)
+    def _exchanges(self, choice: Choice, reshards: bool) -> Iterator[tuple[Choice, float]]:
+        for key, menu in self.menus.items():
+            now = choice.options[key]
+            for option in menu:
+                yield Choice({**choice.options, key: option}, choice.kept), option.seconds - now.seconds
+        for u in sorted(choice.kept) if reshards else ():
+            yield Choice(choice.options, choice.kept - {u}), self.prices[u]
+
+    def relaxed(self, choice: Choice, budget_bytes: int) -> Choice:
+        """The same with faster options, and fewer gathers, where these do not exceed the budget by more."""
+        excess = self.excess(choice, budget_bytes)
         for key, menu in self.menus.items():
             for option in sorted(menu, key=lambda o: o.seconds):
-                if option.seconds >= chosen[key].seconds:
+                if option.seconds >= choice.options[key].seconds:
                     break
-                if self.excess({**chosen, key: option}, budget_bytes) <= excess:
-                    chosen = {**chosen, key: option}
+                faster = Choice({**choice.options, key: option}, choice.kept)
+                if self.excess(faster, budget_bytes) <= excess:
+                    choice = faster
                     break
-        return chosen
+        for u in sorted(self.prices.keys() - choice.kept, key=lambda u: -self.prices[u]):
+            fewer = Choice(choice.options, choice.kept | {u})
+            if self.excess(fewer, budget_bytes) <= excess:
+                choice = fewer
+        return choice
 
 
 def _without_seconds(graph: Graph) -> Graph:
-    nodes = (replace(node, forward_seconds=0.0, backward_seconds=0.0) for node in graph.nodes)
+    nodes = (replace(node, forward_seconds=0.0, backward_seconds=0.0, rerun_price=0.0) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -33,6 +33,8 @@ class Plan:
         reasons: Why not as a whole and in single operations: one sentence for each part that is treated otherwise.
         step: The parts' own plans and what is alive around them, where parts were captured one by one. Graph and
             schedule are then theirs one after another, and peak and timeline those of the whole module's step.
+        correction_bytes: What the executed step needed beyond what the schedule costs on the graph, which `simulation`
+            counts in every moment; may be negative.
     """
 
     planner: str
@@ -45,11 +47,22 @@ class Plan:
     rung: str = ""
     reasons: tuple[str, ...] = ()
     step: StepPlan | None = None
+    correction_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """The predicted peak."""
         return self.simulation.peak_bytes
+
+    def corrected(self, excess_bytes: int) -> Plan:
+        """The same plan, its prediction corrected by what an executed step needed beyond it."""
+        memory = tuple(alive + excess_bytes for alive in self.simulation.memory_bytes)
+        peak = self.simulation.peak_bytes + excess_bytes
+        return replace(
+            self,
+            simulation=replace(self.simulation, peak_bytes=peak, memory_bytes=memory),
+            correction_bytes=self.correction_bytes + excess_bytes,
+        )
 
     @property
     def recompute_overhead(self) -> float:
@@ -70,6 +83,7 @@ class Plan:
             "planning_seconds": self.planning_seconds,
             "rung": self.rung,
             "reasons": self.reasons,
+            "correction_bytes": self.correction_bytes,
         }
         if self.step is not None:
             return json.dumps({**data, "step": json.loads(self.step.to_json())})
@@ -95,7 +109,9 @@ class Plan:
             return replace(step.as_plan(data["planner"], data["planning_seconds"]), **how)
         graph = Graph.from_json(json.dumps(data["graph"]))
         schedule = Schedule.parse(data["schedule"])
-        made = replayed(graph, data["budget_bytes"], data["planner"], schedule, data["planning_seconds"])
+        correction = data.get("correction_bytes", 0)
+        made = replayed(graph, data["budget_bytes"] - correction, data["planner"], schedule, data["planning_seconds"])
+        made = replace(made, budget_bytes=data["budget_bytes"]).corrected(correction)
         if "plain" in data:  # of the module as it was, which may have run in place what the plan does not
             figures: dict[str, Any] = data["plain"]
             figures["memory_bytes"] = tuple(figures["memory_bytes"])
@@ -165,13 +181,17 @@ class StepPlan:
 
     @property
     def plain_seconds(self) -> float:
-        """Forward and backward of the regions without recomputation."""
-        return sum(self.plans[k].plain.seconds for k in self.keys)
+        """Forward and backward of the regions without recomputation, and the gathers that would be planned."""
+        gathering = self.surroundings.gathering
+        gathers = 0.0 if gathering is None else gathering.plain.seconds
+        return gathers + sum(self.plans[k].plain.seconds for k in self.keys)
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of the regions by the plan."""
-        return sum(self.plans[k].simulation.seconds for k in self.keys)
+        """Forward and backward of the regions by the plan, and the second gathers where these are planned."""
+        gathering = self.surroundings.gathering
+        gathers = 0.0 if gathering is None else gathering.seconds
+        return gathers + sum(self.plans[k].simulation.seconds for k in self.keys)
 
     @property
     def recompute_overhead(self) -> float:
@@ -233,7 +253,9 @@ class StepPlan:
 
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
-    """The step with every region as autograd runs it."""
+    """The step with every region as autograd runs it, and every unit as the user has set it."""
+    if surroundings.gathering is not None:
+        surroundings = replace(surroundings, gathering=surroundings.gathering.plain)
     schedules = {k: lower_kept(g, range(len(g.nodes))) for k, g in graphs.items()}
     return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings)
 

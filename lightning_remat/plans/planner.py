@@ -48,7 +48,7 @@ def plan(
     name, function = planner_of(planner)
     budget_bytes = check_bytes(budget_bytes)
     if like is not None and "like" in inspect.signature(function).parameters:
-        options["like"] = like
+        options["like"] = like.with_reruns_priced()
     start = time.perf_counter()
-    schedule = function(graph, budget_bytes, **options)
+    schedule = function(graph.with_reruns_priced(), budget_bytes, **options)
     return replayed(graph, budget_bytes, name, schedule, time.perf_counter() - start)

@@ -80,12 +80,15 @@ class Timeline:
         seconds: Duration of each action; 0 for a discard.
         num_forward: Actions before the first backward.
         optimizer_step_bytes: The peak of the optimizer's step, which follows.
+        unit_bytes: What units under `fully_shard` hold during each action, of what `memory_bytes` counts: gathered
+            parameters, gradients, buffers.
     """
 
     memory_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
     num_forward: int
     optimizer_step_bytes: int
+    unit_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -104,18 +107,23 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
     Regions run forward in the given order and backward in reverse.
     """
     phases = [_phases(r, surroundings.keeps_gradients) for r in regions]
-    calls = [(r.key, r.graph, held) for r, (_, _, held) in zip(regions, phases, strict=True)]
-    forward, backward = _levels(calls, surroundings)
+    forward, backward = _levels([(r.key, r.graph) for r in regions], surroundings)
     memory: list[int] = []
+    units: list[int] = []
     seconds: list[float] = []
-    for level, (steps, _, _) in zip(forward, phases, strict=True):
-        memory += level.with_calls([m for m, _ in steps])
+    held = 0  # by the regions that have run, for their backward
+    for level, (steps, _, size) in zip(forward, phases, strict=True):
+        memory += level.with_calls([m for m, _ in steps], held, held + size, held)
+        units += [level.unit_bytes] * len(steps)
         seconds += [s for _, s in steps]
+        held += size
     num_forward = len(memory)
-    for level, (_, steps, _) in zip(backward, reversed(phases), strict=True):
-        memory += level.with_calls([m for m, _ in steps])
+    for level, (_, steps, size) in zip(backward, reversed(phases), strict=True):
+        held -= size
+        memory += level.with_calls([m for m, _ in steps], held + size, held, held)
+        units += [level.unit_bytes] * len(steps)
         seconds += [s for _, s in steps]
-    return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes)
+    return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes, tuple(units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,89 +152,94 @@ def region_peaks(region: RegionCost, is_accumulating: bool) -> RegionPeaks:
     return RegionPeaks(max(m for m, _ in forward), max(m for m, _ in backward), held)
 
 
-def peaks_of_phases(calls: Sequence[tuple[str, Graph, RegionPeaks]], surroundings: Surroundings) -> list[int]:
-    """The peak of each forward and of each backward of a step; their maximum is that of `step_timeline`."""
-    forward, backward = _levels([(key, graph, p.held_bytes) for key, graph, p in calls], surroundings)
-    return [
-        *(level.peak(p.forward_bytes) for level, (_, _, p) in zip(forward, calls, strict=True)),
-        *(level.peak(p.backward_bytes) for level, (_, _, p) in zip(backward, reversed(calls), strict=True)),
-    ]
+class StepPeaks:
+    """The peak of each forward and of each backward of a step, for whatever schedules its regions have.
+
+    Args:
+        calls: Name and graph of each call's region, in order.
+        surroundings: What is alive beside them.
+    """
+
+    def __init__(self, calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> None:
+        self._forward, self._backward = _levels(calls, surroundings)
+
+    def of(self, peaks: Sequence[RegionPeaks]) -> list[int]:
+        """The peaks, those of the forwards first; their maximum is that of `step_timeline`.
+
+        Args:
+            peaks: Of each call's region by its schedule.
+        """
+        held, found = 0, list[int]()
+        for level, region in zip(self._forward, peaks, strict=True):
+            found.append(level.peak(region.forward_bytes, held, held + region.held_bytes, held))
+            held += region.held_bytes
+        for level, region in zip(self._backward, reversed(peaks), strict=True):
+            held -= region.held_bytes
+            found.append(level.peak(region.backward_bytes, held + region.held_bytes, held, held))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """What is alive beside a call's forward or backward.
+    """What is alive beside a call's forward or backward, what regions hold apart.
 
     Attributes:
         during_bytes: What its own memory comes on top of.
-        before_bytes: The most that is alive right before it.
-        after_bytes: The most that is alive right after it.
+        before_bytes: The most that is alive right before it, where units do something there.
+        after_bytes: The most that is alive right after it, likewise.
+        unit_bytes: What of the first the units hold.
     """
 
     during_bytes: int
     before_bytes: int = 0
     after_bytes: int = 0
+    unit_bytes: int = 0
 
-    def peak(self, own_bytes: int) -> int:
-        """The most alive from before it to after it."""
-        return max(self.during_bytes + own_bytes, self.before_bytes, self.after_bytes)
+    def peak(self, own: int, before: int, after: int, during: int) -> int:
+        """The most alive from before it to after it, given what regions hold before, after and during it."""
+        return max(self.during_bytes + own + during, self.before_bytes + before, self.after_bytes + after)
 
-    def with_calls(self, own: list[int]) -> list[int]:
+    def with_calls(self, own: list[int], before: int, after: int, during: int) -> list[int]:
         """The most alive in each of its actions; the first and the last have what is before and after it."""
-        memory = [self.during_bytes + m for m in own]
-        memory[0], memory[-1] = max(memory[0], self.before_bytes), max(memory[-1], self.after_bytes)
+        memory = [self.during_bytes + during + m for m in own]
+        memory[0] = max(memory[0], self.before_bytes + before)
+        memory[-1] = max(memory[-1], self.after_bytes + after)
         return memory
 
 
-def _levels(calls: Sequence[tuple[str, Graph, int]], surroundings: Surroundings) -> tuple[list[_Level], list[_Level]]:
+def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> tuple[list[_Level], list[_Level]]:
     """What is alive beside each call's forward, and beside each backward, in the order in which they run.
 
     Args:
-        calls: Name, graph, and bytes held between forward and backward, of each.
+        calls: Name and graph of each.
         surroundings: What is alive beside all of them.
     """
-    own = {key: graph for key, graph, _ in calls}
+    own = dict(calls)
     grads = {key: gradient_bytes(graph) for key, graph in own.items()}
-    around_forward: Sequence[Beside | None] = [None] * len(calls)
-    around_backward = around_forward
+    base = surroundings.resident_bytes + surroundings.correction_bytes
+    base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph in calls)
     if surroundings.gathering is not None:
-        around_forward, around_backward = beside_calls(
+        forward, backward = beside_calls(
             surroundings.gathering,
-            [grads[key] for key, _, _ in calls],
+            [grads[key] for key, _ in calls],
             is_alone=surroundings.is_alone,
             is_accumulating=surroundings.is_accumulating,
         )
-        grads = dict.fromkeys(grads, 0)
-    base = surroundings.resident_bytes + surroundings.correction_bytes
-    base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph, _ in calls)
+        return [_level(base, beside) for beside in forward], [_level(base, beside) for beside in backward]
     kept = 0 if surroundings.is_alone else sum(grads.values())
-    held = 0  # by the regions that have run, for their backward
-    forward: list[_Level] = []
-    for beside, (_, _, size) in zip(around_forward, calls, strict=True):
-        forward.append(_level(base + kept, held, held + size, beside))
-        held += size
     arrived = kept if surroundings.is_accumulating else 0
-    backward: list[_Level] = []
+    levels: list[_Level] = []
     done: set[str] = set()
-    for beside, (key, _, size) in zip(around_backward, reversed(calls), strict=True):
-        held -= size
-        backward.append(_level(base + arrived, held + size, held, beside, during=held))
+    for key, _ in reversed(calls):
+        levels.append(_Level(base + arrived))
         if not surroundings.is_accumulating and key not in done:
             done.add(key)
             arrived += grads[key]
-    return forward, backward
+    return [_Level(base + kept) for _ in calls], levels
 
 
-def _level(base: int, before: int, after: int, beside: Beside | None, during: int | None = None) -> _Level:
-    """The level of a call, with what regions hold before, after and during it."""
-    during = before if during is None else during
-    if beside is None:
-        return _Level(base + during)
-    return _Level(
-        base + during + beside.level_bytes,
-        base + before + beside.before_bytes,
-        base + after + beside.after_bytes,
-    )
+def _level(base: int, beside: Beside) -> _Level:
+    return _Level(base + beside.level_bytes, base + beside.before_bytes, base + beside.after_bytes, beside.level_bytes)
 
 
 def forward_length(schedule: Schedule, num_nodes: int) -> int:
@@ -250,10 +263,14 @@ def _phases(region: RegionCost, is_accumulating: bool) -> tuple[_Phase, _Phase, 
     static = graph.static_bytes + graph.input_bytes + (gradient_bytes(graph) if is_accumulating else 0)
     actions = region.schedule.actions
     first = forward_length(region.schedule, len(graph.nodes))
+    has_run: set[int] = set()
     steps: _Phase = []
     for action, alive in zip(actions, simulation.memory_bytes, strict=True):
         node = graph.nodes[action.node]
         duration = {"F": node.forward_seconds, "B": node.backward_seconds}.get(action.kind, 0.0)
+        if action.kind == "F":
+            duration += node.rerun_price if action.node in has_run else 0.0
+            has_run.add(action.node)
         steps.append((alive - static, duration))
     held = alive_after(graph, Schedule(actions[:first]), gradients=gradients) - static
     return steps[:first], steps[first:], held

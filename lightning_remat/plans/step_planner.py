@@ -58,16 +58,20 @@ def plan_step(
         k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes)
         for k, g in (plain_graphs or graphs).items()
     }
+    gathering = surroundings.gathering
+    is_planned = gathering is not None and bool(gathering.planned)
+    if gathering is not None:
+        surroundings = replace(surroundings, gathering=gathering.keeping(gathering.planned))  # nothing is faster
     found = StepPlan(budget_bytes, tuple(keys), plain, surroundings)
     if found.predicted_peak_bytes <= budget_bytes:
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
-    if len(keys) > 1:
-        schedules = choose(keys, graphs, budget_bytes, planner, surroundings, like=like, **options)
+    if len(keys) > 1 or is_planned:
+        schedules, surroundings = choose(keys, graphs, budget_bytes, planner, surroundings, like=like, **options)
         plans = {
             k: replace(p, graph=graphs[k], schedule=schedules[k], simulation=simulate(graphs[k], schedules[k]))
             for k, p in plain.items()
         }
-        found = replace(found, plans=plans, plain_graphs=plain_graphs)
+        found = replace(found, plans=plans, plain_graphs=plain_graphs, surroundings=surroundings)
     else:
         found = _planned_region(
             replace(found, plain_graphs=plain_graphs), graphs[keys[0]], planner, {"like": like.get(keys[0]), **options}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of
+from ..measure.allocated_growth import measure_allocated_growth
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
@@ -29,12 +30,20 @@ from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
 from .apart import apart
+from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
-from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
+from .gradient_probe import GradientProbe, SavedStore, has_several_backwards, seconds_beside
 from .layouts import Layouts, gradient_layouts
 
 
-def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bool = False, **kwargs: Any) -> Graph:
+def profile(
+    traced: TracedModule,
+    *args: Any,
+    repeats: int = 5,
+    with_scratch: bool = False,
+    with_kernels: bool = False,
+    **kwargs: Any,
+) -> Graph:
     """The traced operations with their costs on these inputs.
 
     Every operation runs alone, its backward right after its forward, so that no more memory is alive than a forward
@@ -47,6 +56,8 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
         *args: Inputs of the sizes to profile.
         repeats: Timed passes over the operations; fewer where they take longer than ten seconds.
         with_scratch: Whether workspaces on the CPU include the memory that kernels use beside tensors.
+        with_kernels: Whether they include the tensors that kernels allocate inside themselves, which only PyTorch's
+            allocator sees. On devices they always do; on fake tensors nobody can tell.
         **kwargs: Keyword inputs.
 
     Returns:
@@ -62,11 +73,17 @@ def profile(traced: TracedModule, *args: Any, repeats: int = 5, with_scratch: bo
             f"{type(traced.module).__name__} decides on inputs of these sizes or types otherwise than on those that it "
             "was traced with. Remedy: trace it with these"
         )
-    return profile_call(called, values, given, repeats=repeats, with_scratch=with_scratch)
+    return profile_call(called, values, given, repeats=repeats, with_scratch=with_scratch, with_kernels=with_kernels)
 
 
 def profile_call(
-    traced: TracedModule, values: list[Any], given: list[Tensor], *, repeats: int = 5, with_scratch: bool = False
+    traced: TracedModule,
+    values: list[Any],
+    given: list[Tensor],
+    *,
+    repeats: int = 5,
+    with_scratch: bool = False,
+    with_kernels: bool = False,
 ) -> Graph:
     """What `profile` returns, of a call whose values are known.
 
@@ -74,8 +91,7 @@ def profile_call(
         traced: The operations.
         values: Of its placeholders.
         given: The tensors among the arguments of the call.
-        repeats: See `profile`.
-        with_scratch: See `profile`.
+        repeats, with_scratch, with_kernels: See `profile`.
     """
     fake = next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
@@ -85,6 +101,7 @@ def profile_call(
         stack.enter_context(torch.enable_grad())
         layouts = gradient_layouts(traced, values)
         profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
+        profiler.with_kernels = with_kernels and fake is None and profiler.device.type == "cpu" and not with_scratch
         if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
             for n in range(len(traced.operations)):
                 profiler.measure(n)
@@ -125,6 +142,7 @@ class _Profiler:
         self.metered_device = HOST if is_fake else self.device
         # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
+        self.with_kernels = False
         self.external = {key for t in tensors if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self.last_reader: dict[fx.Node, int] = {}
@@ -148,7 +166,7 @@ class _Profiler:
         self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         counter = CostCounter(self.device)
-        with self._growth() as growth, counter:
+        with self._growth() as growth, self._counted(counter):
             values, store = self._run(n, inputs)
         leaves = tensors_of(values)
         self.leaves[n] = [Leaf.of(t) for t in leaves]
@@ -199,7 +217,8 @@ class _Profiler:
         producers = [p for _, p in inner]
         has_several = has_several_backwards(tensors_of(values))
         probe = self._probe(n, values, targets)
-        with self._growth() as growth, CostCounter(self.device) as counter:
+        counter = CostCounter(self.device)
+        with self._growth() as growth, self._counted(counter):
             probe.run()
         gradients = probe.gradients
         fresh = {
@@ -221,7 +240,7 @@ class _Profiler:
         del probe, gradients, here
         again = partial(self._growth_again, n, inputs, targets)
         reads_own = bool(node.tape_bytes) or n in node.saved
-        costs = partial(_backward_costs, has_several=has_several, reads_own=reads_own)
+        costs = partial(backward_costs, has_several=has_several, reads_own=reads_own)
         if adding:
             adds = partial(again, adding=adding)
             self.owners.note_costs(n, adding, costs(adds, adds(), accounted - added_bytes))
@@ -272,7 +291,13 @@ class _Profiler:
     def _probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
         return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
 
+    def _counted(self, counter: CostCounter) -> AbstractContextManager[object]:
+        """Estimates seconds, where they are not measured later and the mode does not change what autograd does."""
+        return nullcontext() if self.with_kernels else counter
+
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
+        if self.with_kernels:
+            return measure_allocated_growth()
         return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
 
     def _targets(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[tuple[Tensor, int]], list[Tensor]]:
@@ -286,9 +311,8 @@ class _Profiler:
         ]
         return inner, self._own_tensors(n)
 
-    def _run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
-        store = SavedStore()
-        operation = self.operations[n]
+    def _run(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None = None) -> tuple[list[Any], SavedStore]:
+        store, operation = SavedStore(), self.operations[n]
         for part in operation.parts:
             for i in part.all_input_nodes:
                 if i in self.slot_of and i not in inputs and i not in operation.parts:
@@ -297,7 +321,8 @@ class _Profiler:
         draws = self.draws if n in self.drawing else nullcontext()
         with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
             contexts.enter(common_contexts(operation.parts))
-            made = self.run[n](values)
+            with watch or nullcontext():
+                made = self.run[n](values)
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
             self.values[part] = value
         return list(made[: len(operation.outputs)]), store
@@ -322,23 +347,22 @@ class _Profiler:
 
     def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
         """The nodes with the least seconds that each took in some passes over all of them."""
-        best = [(math.inf, math.inf)] * len(nodes)
+        best, beside = [(math.inf, math.inf)] * len(nodes), seconds_beside(self.device)
         start = time.perf_counter()
         for k in range(repeats):
             if k and time.perf_counter() - start > _TIMING_SECONDS:
                 break
             self.start_over()
-            seconds = [self._time(n) for n in range(len(nodes))]
+            seconds = [self._time(n, beside) for n in range(len(nodes))]
             best = [(min(f, g), min(b, c)) for (f, b), (g, c) in zip(best, seconds, strict=True)]
         return tuple(replace(n, forward_seconds=f, backward_seconds=b) for n, (f, b) in zip(nodes, best, strict=True))
 
-    def _time(self, n: int) -> tuple[float, float]:
-        """Seconds of one forward and one backward of operation n."""
+    def _time(self, n: int, beside: float) -> tuple[float, float]:
+        """Seconds of one forward and one backward of operation n, less what any backward takes beside."""
         self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         watch = Stopwatch(self.device)
-        with watch:
-            values, store = self._run(n, inputs)
+        values, store = self._run(n, inputs, watch)
         forward_seconds, backward_seconds = watch.seconds, 0.0
         if any(t.requires_grad for t in tensors_of(values)):
             inner, own = self._targets(n, inputs)
@@ -346,7 +370,7 @@ class _Profiler:
             store.hand_over()
             with watch:
                 probe.run()
-            backward_seconds = watch.seconds
+            backward_seconds = max(0.0, watch.seconds - beside)
         for part, value in zip(self.operations[n].outputs, values, strict=True):
             self.values[part] = detached(value)
         self._free(n)
@@ -371,29 +395,4 @@ class _Profiler:
                 del self.values[node]
 
 
-def _backward_costs(
-    growth: Callable[..., int], peak_bytes: int, accounted_bytes: int, *, has_several: bool, reads_own: bool
-) -> dict[str, Any]:
-    """The fields of a node that say what its backward needs beyond the gradients that it is given and makes.
-
-    Args:
-        growth: Growth of memory in the backward, by how it is run (`_growth_again`).
-        peak_bytes: That where nothing is held or released.
-        accounted_bytes: Those gradients.
-        has_several: Whether it consists of several operations.
-        reads_own: Whether it reads its output or tape.
-    """
-    alone = max(peak_bytes, accounted_bytes)
-    shared = max(alone, growth(holds=True)) if has_several else alone
-    release = max(0, alone - growth(releases=True)) if reads_own else 0
-    shared_release = max(0, shared - growth(releases=True, holds=True)) if has_several and reads_own else release
-    return {
-        "backward_workspace_bytes": alone - accounted_bytes,
-        "backward_release_bytes": release,
-        "backward_shared_bytes": shared - alone,
-        "backward_shared_release_bytes": shared_release,
-    }
-
-
-_TIMING_SECONDS = 10.0
-"""After which no further pass over the operations begins."""
+_TIMING_SECONDS = 10.0  # after which no further pass over the operations begins

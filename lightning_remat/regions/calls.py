@@ -144,11 +144,13 @@ class View:
         calls: The chosen calls, in order.
         saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
         moments: Of the units under `fully_shard`, in order.
+        differentiates: Whether the step asked for derivatives of its own.
     """
 
     calls: list[Call]
     saved_bytes: int
     moments: tuple[Moment, ...] = ()
+    differentiates: bool = False
 
 
 def detached(value: Any) -> Any:

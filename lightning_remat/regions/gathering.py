@@ -4,26 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..module_state.sharding import groups_of
+from ..module_state.sharding import groups_of, may_reshard, set_reshards
 from ..plans.gathering import Event, Gathering, Unit
 from .calls import Call, View
 
 
-def gathering_of(view: View) -> Gathering | None:
-    """The units that ran when a step was looked through, and when; None if there were none."""
+def units_in(view: View) -> list[nn.Module]:
+    """The units that ran when a step was looked through, in the order of a `Gathering`."""
+    return list(dict.fromkeys(moment.unit for moment in view.moments))
+
+
+def gathering_of(view: View, bandwidth: float | None = None) -> Gathering | None:
+    """The units that ran when a step was looked through, and when; None if there were none.
+
+    Args:
+        view: Of the step.
+        bandwidth: Bytes a second that a gather receives, where it is to be planned which units are resharded after
+            their forward. The outermost is left as it is, since its backward begins when its forward ends, and so are
+            those that are resharded to a smaller group.
+    """
     if not view.moments:
         return None
-    units: dict[nn.Module, int] = {}
-    for moment in view.moments:
-        units.setdefault(moment.unit, len(units))
+    units = {unit: u for u, unit in enumerate(units_in(view))}
     timed: list[tuple[int, Event]] = [(call.tick, Event("call", k)) for k, call in enumerate(view.calls)]
     timed += [(m.tick, Event("enter" if m.begins else "leave", units[m.unit], m.has_gradient)) for m in view.moments]
     events = tuple(event for _, event in sorted(timed, key=lambda pair: pair[0]))
-    return Gathering(tuple(_unit(unit, view.calls) for unit in units), events)
+    found = [_unit(unit, view.calls) for unit in units]
+    if bandwidth is not None:
+        outermost = view.moments[0].unit
+        for unit, u in units.items():
+            if unit is not outermost and may_reshard(unit):
+                received = sum(_received_bytes(group) for group in groups_of(unit))
+                found[u] = replace(found[u], gather_seconds=received / bandwidth)
+    return Gathering(tuple(found), events)
+
+
+def _received_bytes(group: Any) -> int:
+    """What a gather receives from other processes."""
+    size = group.mesh_info.shard_mesh_size
+    numel = ((math.prod(p.padded_sharded_param_size), p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
+    return sum((size - 1) * number * kind.itemsize for number, kind in numel)
+
+
+def reshard_as_planned(units: Sequence[nn.Module], gathering: Gathering | None) -> list[nn.Module]:
+    """Lets units be resharded after their forward, or not, as it is planned; `restore` undoes it.
+
+    Args:
+        units: As `units_in` gives them.
+        gathering: Of the plan.
+
+    Returns:
+        The units of which that was planned.
+    """
+    planned = {} if gathering is None else {units[u]: gathering.units[u].kept_bytes for u in gathering.planned}
+    for unit, kept_bytes in planned.items():
+        set_reshards(unit, not kept_bytes)
+    return list(planned)
 
 
 def _unit(module: nn.Module, calls: Sequence[Call]) -> Unit:
@@ -50,7 +91,7 @@ def _group(group: Any, inside: set[int]) -> tuple[int, ...]:
         if reduce_dtype != p.orig_dtype:
             cast_gradient += numel * p.orig_dtype.itemsize
         if id(p.sharded_param) not in inside:
-            outside += _full_gradient_bytes(p.sharded_param, (p.param_dtype or p.orig_dtype).itemsize)
+            outside += p.sharded_param.numel() * (p.param_dtype or p.orig_dtype).itemsize  # of all shards together
             outside_shards += numel * p.orig_dtype.itemsize
     kept = 0
     if not group._reshard_after_forward:
@@ -59,7 +100,3 @@ def _group(group: Any, inside: set[int]) -> tuple[int, ...]:
         kept = full // group.post_forward_mesh_info.shard_mesh_size
     buffer = full if world_size > 1 else 0
     return full, buffer, cast, kept, reduced, scattered, cast_gradient, outside, outside_shards
-
-
-def _full_gradient_bytes(shard: Tensor, itemsize: int) -> int:
-    return shard.numel() * itemsize

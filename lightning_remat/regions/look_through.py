@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of
+from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of, share_forwards
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
+from ..module_state.agreement import together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
@@ -31,28 +33,52 @@ def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
-def look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> View:
+def look_through(
+    root: nn.Module,
+    step: Callable[[], object],
+    modules: Sequence[Any] | None = None,
+    *,
+    undone: Callable[[], AbstractContextManager[object]] = nullcontext,
+    differentiating: Callable[[], object] | None = None,
+    again_after: tuple[type[Exception], ...] = (),
+    is_known_to_differentiate: bool = False,
+) -> View:
     """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
     Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
     where submodules are named, those of their calls that return something to differentiate. Where the root's own
     `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
-    so a step that does not fit can be looked through; only a forward that differentiates is run once more with it.
+    so a step that does not fit can be looked through. Only one that differentiates by itself fails at that, and is run
+    once more with all that it saves, from the state that the first run began with.
 
     Args:
-        root: The module whose submodules are watched.
+        root: The module whose submodules are watched; all processes that share it run its steps together.
         step: Runs the forward of one training step.
         modules: Submodules, or their names, to watch instead of the outermost ones. Of a name with a number in
             brackets, as `"net[0]"`, the graphs that TorchDynamo captures of the submodule's forward are the calls.
+        undone: What each run happens in: puts back what it changes.
+        differentiating: What is run the second time, where that is something else.
+        again_after: Errors after which it is run a second time, besides that of a derivative of which nothing is saved.
+        is_known_to_differentiate: Whether the first run is left out.
 
     Raises:
         NoCallError: The step makes no such call.
         ValueError: `modules` names what the root does not have.
     """
-    try:
-        return _look_through(root, step, modules, holds=False)
-    except _NothingHeldError:
-        return _look_through(root, step, modules, holds=True)
+
+    def run(step: Callable[[], object], *, holds: bool) -> View:
+        def look() -> View:
+            with undone():
+                return _look_through(root, step, modules, holds=holds)
+
+        return together(root, look)
+
+    if not is_known_to_differentiate:
+        try:
+            return run(step, holds=False)
+        except (_NothingHeldError, *again_after):
+            pass
+    return run(differentiating or step, holds=True)
 
 
 def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, *, holds: bool) -> View:
@@ -61,6 +87,7 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
     in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
     watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
     gathered = gathered_modules(root)
+    share_forwards(m for m in watched if m in gathered)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
     between = SavedBetween([*root.parameters(), *root.buffers()])
@@ -100,7 +127,7 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
     def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
             between.note(tensor, _outputs_of(top.children))
-        return tensor if holds else None
+        return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
 
@@ -135,9 +162,8 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
     calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-    return View(
-        calls, between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs))), tuple(moments)
-    )
+    saved_bytes = between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs)))
+    return View(calls, saved_bytes, tuple(moments), differentiates=holds)
 
 
 def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:

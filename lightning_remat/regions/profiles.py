@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.dynamo import CapturedGraph
+from ..execution.rerun_price import rerun_price
 from ..operations.operation import TracedModule
 from ..schedules.graph import Graph
 
@@ -31,7 +34,11 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     names = tuple(operation.name for operation in traced.operations)  # in place, or out of place
     key = (names, tuple(map(_kind, values)), tuple(sorted(options.items())))
     if key not in of_graph:
-        of_graph[key] = make()
+        graph = make()
+        if not any(isinstance(v, FakeTensor) for v in values):
+            nodes = (replace(node, rerun_price=rerun_price()) for node in graph.nodes)
+            graph = replace(graph, nodes=tuple(nodes))
+        of_graph[key] = graph
     return of_graph[key]
 
 

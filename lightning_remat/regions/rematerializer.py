@@ -12,32 +12,28 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, check_budget, parse_budget
-from ..capture.tracer import out_of_place, trace
+from ..capture.tracer import trace
 from ..devices import device_of
-from ..errors import InfeasibleBudgetError, TraceError
-from ..execution.rewriter import Rewriting, checked_program, install, restore
+from ..errors import TraceError
+from ..execution.rewriter import Rewriting, restore
 from ..lowering import lower_kept
+from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
-from ..module_state.nesting import flatten, tensors_in
+from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
-from ..plans.planner import plan as make_plan
 from ..plans.planner import planner_of
-from ..profiling.profiler import profile
-from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .fit import check_fit
-from .profiles import known_profile
 from .rewriter import rewrite_regions
 from .search import is_exchanged
 from .self_check import find_difference
 from .step_run import step_outcome
+from .whole import rewrite_as_planned, rewrite_whole
 
 logger = logging.getLogger("lightning_remat")
-
-_NO_LIMIT = 1 << 62
 
 
 def rematerialize(
@@ -47,14 +43,17 @@ def rematerialize(
     planner: str | Callable[..., Schedule] = "auto",
     plan: Plan | None = None,
     self_check: bool = False,
+    gather_bandwidth: Bandwidth | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Rewrites the module in place so that its training step peaks within the budget, with the same results.
 
     The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
-    the outputs' gradients and everything between. `eval()` and `no_grad()` use the original forward. A plan that
-    recomputes nothing leaves the plain forward in place. A second call replaces the plan. Where the budget cannot be
-    met otherwise, in-place activations run out of place, which lets their inputs go earlier in the backward.
+    the outputs' gradients and everything between. The planned step is run once, and undone, so that the peak of the
+    plan is a measured one; on fake tensors, and of a module in eval mode, it is a prediction. `eval()` and `no_grad()`
+    use the original forward. A plan that recomputes nothing leaves the plain forward in place. A second call replaces
+    the plan. Where the budget cannot be met otherwise, in-place activations run out of place, which lets their inputs
+    go earlier in the backward.
 
     A module whose own forward cannot be captured is rewritten part by part: the outermost submodules that can be
     captured share the budget, and the planned step is run once or twice, without a trace, to measure what the code
@@ -85,6 +84,9 @@ def rematerialize(
         self_check: Whether one step with and without the plan is compared first, bit by bit: outputs, gradients of
             parameters and inputs, buffers, random states. On a difference a warning names the first operation that
             differs, and the plain module is left in place; the plan returned then keeps everything.
+        gather_bandwidth: Bytes a second that a process receives while the parameters of a unit under `fully_shard` are
+            gathered, or `"measure"`. With it is planned, too, which units are resharded after their forward, which
+            frees their parameters for a second gather, and which stay gathered. None leaves that as it was set.
         **kwargs: Example keyword inputs.
 
     Returns:
@@ -98,6 +100,7 @@ def rematerialize(
     planner_of(planner)
     if memory_budget is not None:
         check_budget(memory_budget)
+    check_bandwidth(gather_bandwidth)
     if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"plan is {plan!r}, expected a Plan")
     with Rewriting(module).replaced():
@@ -105,14 +108,23 @@ def rematerialize(
         budget_of = _budget(memory_budget, args, kwargs, module)
         traced = _traced(module, args, kwargs)
         if isinstance(traced, TraceError):
-            made = rewrite_regions(module, args, kwargs, traced, budget_of=budget_of, planner=planner, plan=plan)
+            made = rewrite_regions(
+                module,
+                args,
+                kwargs,
+                traced,
+                budget_of=budget_of,
+                planner=planner,
+                plan=plan,
+                gather_bandwidth=gather_bandwidth,
+            )
         else:
             if plan is None:
-                traced, made = _planned(traced, args, kwargs, budget_of, planner)
+                made = rewrite_whole(module, args, kwargs, traced, budget_of=budget_of, planner=planner)
             else:
                 check_fit(plan.graph, module, args, kwargs)
-                traced, made = _as_planned(traced, args, kwargs, plan), plan
-            install(module, checked_program(traced, made), made, planner)
+                rewrite_as_planned(module, args, kwargs, traced, plan, planner)
+                made = plan
         if self_check:
             made = _checked(module, args, kwargs, made)
     _log(module, made, is_given=plan is not None)
@@ -137,6 +149,7 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
         simulation=plan.plain,
         reasons=(*plan.reasons, message),
         step=None,
+        correction_bytes=0,
     )
 
 
@@ -149,49 +162,6 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return trace(module, *args, **kwargs)
     except TraceError as error:
         return error
-
-
-def _planned(
-    traced: TracedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    budget_of: Callable[[int], int],
-    planner: str | Callable[..., Schedule],
-) -> tuple[TracedModule, Plan]:
-    """The plan and the operations that it is for: with in-place activations apart where it is infeasible otherwise.
-
-    Raises:
-        InfeasibleBudgetError: It is either way; of the two errors that with the lower peak.
-    """
-    leaves = flatten((args, kwargs))[0]
-
-    def profiled(found: TracedModule) -> Graph:
-        return known_profile(found, leaves, {}, lambda: profile(found, *args, **kwargs))
-
-    graph = profiled(traced)
-    plain = make_plan(graph, _NO_LIMIT, "keep_all")
-    budget_bytes = budget_of(plain.peak_bytes)
-    try:
-        made = make_plan(graph, budget_bytes, planner)
-    except InfeasibleBudgetError as error:
-        apart = out_of_place(traced, args, kwargs)
-        if apart is None:
-            raise
-        try:
-            made = make_plan(profiled(apart), budget_bytes, planner)
-        except InfeasibleBudgetError as other:
-            raise min(error, other, key=lambda e: e.minimum_bytes) from None
-        traced, made = apart, replace(made, plain=plain.simulation)
-    return traced, replace(made, rung=traced.rung, reasons=traced.reasons)
-
-
-def _as_planned(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> TracedModule:
-    """The operations that an earlier plan is for: in-place activations are apart in some."""
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] == names:
-        return traced
-    apart = out_of_place(traced, args, kwargs)
-    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
 
 
 def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
+from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import reason_against
@@ -28,10 +28,10 @@ from ..schedules.schedule import Schedule
 from .calls import View
 from .fit import check_fit
 from .footprint import outside_bytes
-from .gathering import gathering_of
+from .gathering import gathering_of, reshard_as_planned, units_in
 from .look_through import look_through, submodules
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
-from .step_run import step_peak, untouched
+from .step_run import infeasible_as_run, step_peak, untouched
 
 _MOST_STEPS = 4
 """Planned steps that are run at most to learn what the code between the regions needs."""
@@ -46,6 +46,7 @@ def rewrite_regions(
     budget_of: Callable[[int], int],
     planner: str | Callable[..., Schedule],
     plan: Plan | None,
+    gather_bandwidth: Bandwidth | None,
 ) -> Plan:
     """The plan by which the parts of a module now run; see `rematerialize`.
 
@@ -57,6 +58,7 @@ def rewrite_regions(
         budget_of: The budget in bytes, given the plain step's peak.
         planner: A name of `PLANNERS` or a function.
         plan: A plan made earlier for this module, which is installed as it is.
+        gather_bandwidth: See `rematerialize`.
 
     Raises:
         TraceError: No part of the module can be captured.
@@ -65,8 +67,9 @@ def rewrite_regions(
     """
 
     def look(watched: Sequence[Any] | None) -> View:
-        with untouched(module, args, kwargs):
-            return together(module, lambda: look_through(module, lambda: module(*args, **kwargs), watched))
+        return look_through(
+            module, lambda: module(*args, **kwargs), watched, undone=lambda: untouched(module, args, kwargs)
+        )
 
     if plan is not None:
         _install_earlier(module, look, plan, error)
@@ -93,9 +96,11 @@ def rewrite_regions(
         graphs=graphs,
         traced=regions.traced,
         reasons=(str(error), *regions.reasons),
+        units=tuple(units_in(view)),
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
-    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering_of(view))
+    gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
+    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     try:
         return _fitted(parts, around, budget_of, planner)
@@ -118,12 +123,14 @@ def _install_earlier(
     planned, there = set(plan.step.plans), {name for name, _ in submodules(module)}
     if absent := sorted(name for name in planned if name.partition("[")[0] not in there):
         raise ValueError(f"the plan is for a module with a part {absent[0]!r}, which {type(module).__name__} has not")
-    calls = look(sorted(planned)).calls
+    view = look(sorted(planned))
+    calls = view.calls
     for call in calls:
         if call.name in planned:
             check_fit(plan.step.plans[call.name].graph, call.module, call.args, call.kwargs)
     programs = programs_of(calls, plan.step.plans)
     install_regions(module, programs, plan)
+    reshard_as_planned(units_in(view), plan.step.surroundings.gathering)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +147,7 @@ class _Parts:
     graphs: dict[str, Graph]
     traced: dict[str, TracedModule]
     reasons: tuple[str, ...]
+    units: tuple[nn.Module, ...]
     plain_graphs: dict[str, Graph] | None = None
 
     def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
@@ -164,6 +172,7 @@ class _Parts:
     def install(self, step: StepPlan, plan: Plan) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
         install_regions(self.module, programs, plan)
+        reshard_as_planned(self.units, step.surroundings.gathering)
 
 
 def _fitted(
@@ -178,15 +187,17 @@ def _fitted(
     name, _ = planner_of(planner)
     least = partial(_least_budget, parts.module, budget_of)
     good: Plan | None = None
-    budget = measured = 0
     for number in range(_MOST_STEPS):
         budget = least(parts.plain_peak(around))
+        is_last = good is None and number == _MOST_STEPS - 1
+        infeasible: InfeasibleBudgetError | None = None
         try:
-            step = first_rank(parts.module, partial(parts.plan, budget, planner, around))
+            step = first_rank(parts.module, partial(parts.plan, 1 if is_last else budget, planner, around))
         except InfeasibleBudgetError as error:
-            if number:
-                raise
-            # Without a measured step the figures err on the high side: measure the lowest peak before giving up.
+            if good is not None:
+                break
+            # What the lowest peak is, a measured step has yet to tell.
+            infeasible = error
             step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
         parts.install(step, step.as_plan(name))
         measured = max(all_ranks(parts.module, together(parts.module, lambda: retried(parts.measured_peak))))
@@ -204,13 +215,10 @@ def _fitted(
             )
             if is_improved or not step.num_recomputed or -excess < _WORTH_ANOTHER * measured:
                 break
-    if good is None or good.step is None:
-        raise InfeasibleBudgetError(
-            f"the planned step was run {_MOST_STEPS} times and needed {format_bytes(measured)} the last time, for a "
-            f"budget of {format_bytes(budget)}: raise memory_budget",
-            minimum_bytes=measured,
-            budget_bytes=budget,
-        )
+        elif infeasible is not None:
+            raise infeasible_as_run(infeasible, measured, budget)
+    assert good is not None, "a planner that meets a budget of one byte"
+    assert good.step is not None
     parts.install(good.step, good)
     return good
 

@@ -122,7 +122,10 @@ def profiled_out_of_place(
     traced: dict[str, TracedModule] = {}
     graphs: dict[str, Graph] = {}
     for call in {call.name: call for call in reversed(list(calls))}.values():
-        apart = call.out_of_place(known[call.name] if call.name in known else call.traced())
+        try:
+            apart = call.out_of_place(known[call.name] if call.name in known else call.traced())
+        except TraceError:  # it stays as it is either way; `find_regions` has told why
+            continue
         if apart is not None:
             traced[call.name], graphs[call.name] = apart, call.profiled(apart, **options)
     return traced, graphs

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..budget import format_bytes
 from ..devices import HOST, device_of, random_state
+from ..errors import InfeasibleBudgetError
 from ..measure.meter import measure_growth
 from ..module_state.nesting import tensors_in
+from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import preserved_random, record
-from ..module_state.sharding import has_units, settled
+from ..module_state.sharding import has_units, settle, settled
 from .calls import detached
 from .footprint import storage_bytes
 
 
 @contextmanager
-def untouched(module: nn.Module, *inputs: Any) -> Generator[None]:
+def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> Generator[None]:
     """What the block does to parameters, buffers, attributes, gradients and random states is undone.
 
     Args:
         module: What the block calls.
         *inputs: What it is called with; where these are fake tensors, the block runs in their mode.
+        has_own_draws: Whether torch draws from generators of the block's own instead, so that no state that other
+            threads share is put back.
     """
     fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
-    with settled(module):  # before it is recorded
-        pass
+    settle(module)  # before it is recorded
     put_back = record([module])
-    with preserved_random() if fake is None else nullcontext():  # fake operations draw nothing
+    if has_units(module):  # whose gradients come from whole backwards, which would add to those that are there
+        for parameter in module.parameters():
+            parameter.grad = None
+    mode = fake.fake_mode if fake is not None else OwnDraws() if has_own_draws else nullcontext()
+    with preserved_random(with_torch=not has_own_draws) if fake is None else nullcontext():  # fake draws are none
         try:
-            with settled(module), torch.enable_grad(), nullcontext() if fake is None else fake.fake_mode:
+            with settled(module), torch.enable_grad(), mode:
                 yield
         finally:
             put_back()
@@ -43,38 +51,77 @@ class _Loss(torch.autograd.Function):
     """Holds the outputs until their backward, then makes a gradient for each, as a loss does."""
 
     @staticmethod
-    def forward(ctx: Any, gradient_of: Callable[[Tensor], Tensor], *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient_of: Callable[[Tensor], Tensor], shape: Sequence[int], *outputs: Tensor) -> Tensor:
         ctx.gradient_of = gradient_of
         ctx.save_for_backward(*outputs)
-        return outputs[0].new_zeros((), dtype=torch.float32)
+        return outputs[0].new_zeros(shape, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(ctx.gradient_of(t) for t in ctx.saved_tensors)
+        return None, None, *(ctx.gradient_of(t) for t in ctx.saved_tensors)
 
 
 def run_backward(
-    outputs: list[Tensor], targets: list[Tensor], gradient_of: Callable[[Tensor], Tensor], *, is_sharded: bool = False
+    outputs: list[Tensor],
+    targets: list[Tensor],
+    gradient_of: Callable[[Tensor], Tensor],
+    *,
+    is_sharded: bool = False,
+    loss_shape: Sequence[int] = (),
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the targets; nothing is added to `.grad`, and no hook of an accumulation fires.
 
-    Shards have their gradients from a whole backward alone: it fires, and what was in `.grad` is lost.
+    Shards, and what a reentrant checkpoint recomputes, have their gradients from a whole backward alone: what was in
+    `.grad` is lost then, and hooks of shards fire.
 
     Args:
         outputs: Emptied, so that they live no longer than in a training step.
         targets: Parameters and inputs with gradients.
         gradient_of: The gradient of an output.
         is_sharded: Whether the targets are shards.
+        loss_shape: That of the loss, which weighs nothing where it has no elements.
     """
-    if is_sharded:
-        for t in targets:
-            t.grad = None
-    loss = _Loss.apply(gradient_of, *outputs)
+    loss = _Loss.apply(gradient_of, loss_shape, *outputs)
     outputs.clear()
-    if is_sharded:
-        loss.backward()
-        return tuple(t.grad for t in targets)
-    return torch.autograd.grad(loss, targets, allow_unused=True)  # pyright: ignore[reportArgumentType]
+    seed = torch.ones_like(loss)
+    if not is_sharded and not _refuses_grad(loss):
+        return torch.autograd.grad(loss, targets, seed, allow_unused=True)  # pyright: ignore[reportArgumentType]
+    for t in targets:
+        t.grad = None
+    with nullcontext() if is_sharded else _without_accumulation_hooks(targets):
+        loss.backward(seed)  # pyright: ignore[reportUnknownMemberType]
+    return tuple(t.grad for t in targets)
+
+
+def _refuses_grad(loss: Tensor) -> bool:
+    """Whether a backward below asks PyTorch if it may differentiate by itself: not when called by `autograd.grad`."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        kind: Any = getattr(function, "_forward_cls", None)
+        code = getattr(getattr(kind, "backward", None), "__code__", None)
+        if code is not None and "_is_checkpoint_valid" in code.co_names:
+            return True
+        waiting += [below for below, _ in function.next_functions]
+    return False
+
+
+@contextmanager
+def _without_accumulation_hooks(targets: Sequence[Tensor]) -> Generator[None]:
+    """An optimizer that makes its step in the backward makes none of these gradients."""
+    found = [hooks for t in targets if (hooks := cast(Any, t)._post_accumulate_grad_hooks)]
+    kept = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(found, kept, strict=True):
+            hooks.update(own)
 
 
 def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -101,16 +148,42 @@ def _ramp(t: Tensor) -> Tensor:
     return torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
 
 
-def step_peak(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Measured peak in bytes of one forward and backward: parameters, buffers, inputs, outputs and all between."""
+def step_peak(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_module_alone: bool = False
+) -> int:
+    """Measured peak in bytes of one forward and backward: parameters, buffers, inputs, outputs and all between.
+
+    Args:
+        module: What is run, as it is rewritten.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        is_module_alone: Whether the loss weighs nothing, and random numbers come from generators of the step's own, so
+            that threads which draw meanwhile are left in peace: for a module that is captured as a whole.
+    """
     args, kwargs = detached((args, kwargs))
     inputs = tensors_in((args, kwargs))
     targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
     is_fake = any(isinstance(t, FakeTensor) for t in inputs)
     device = HOST if is_fake else device_of((*inputs, *targets))
     alive = [*module.parameters(), *module.buffers(), *inputs]
-    with untouched(module, inputs), measure_growth(device, include=alive) as growth:
+    shape = (0,) if is_module_alone else ()
+    undone = untouched(module, inputs, has_own_draws=is_module_alone)
+    gathered = [module] if has_units(module) else []  # what its units gather is asked of the module
+    with undone, measure_growth(device, include=[*alive, *gathered]) as growth:
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
-        gradients = run_backward(outputs, targets, torch.ones_like, is_sharded=has_units(module))
-        del gradients
+        if outputs:
+            run_backward(outputs, targets, torch.ones_like, is_sharded=has_units(module), loss_shape=shape)
     return storage_bytes(alive) + growth.peak_bytes
+
+
+def infeasible_as_run(error: InfeasibleBudgetError, measured_bytes: int, budget_bytes: int) -> InfeasibleBudgetError:
+    """A planner's error, with what a step by its plan for the lowest peak was measured to need."""
+    if measured_bytes == error.minimum_bytes and error.budget_bytes == budget_bytes:
+        return error
+    return InfeasibleBudgetError(
+        f"{error}; at the lowest peak that it plans, the step was run and needed {format_bytes(measured_bytes)}, for a "
+        f"budget of {format_bytes(budget_bytes)}",
+        minimum_bytes=measured_bytes,
+        budget_bytes=budget_bytes,
+        node=error.node,
+    )

@@ -51,7 +51,7 @@ def block_shares(plan: Plan) -> list[BlockShare]:
             if runs[n] > 1:
                 again[node.kind] += 1
                 again_bytes += size
-                again_seconds += node.forward_seconds * (runs[n] - 1)
+                again_seconds += (node.forward_seconds + node.rerun_price) * (runs[n] - 1)
             elif size:
                 kept[node.kind] += 1
                 kept_bytes += size

@@ -124,9 +124,9 @@ class Contents:
 
     Attributes:
         model_bytes: Parameters and buffers of the rematerialized modules.
-        gradient_bytes: Gradients of their parameters.
+        gradient_bytes: Gradients of their parameters; of units under `fully_shard`, what is gathered too.
         outside_bytes: The rest of the step: optimizer state, other modules, buckets, corrections.
-        input_bytes: The batch.
+        input_bytes: The batch; in a step of several parts all that comes into these.
         activation_bytes: Outputs and tapes of operations.
         working_bytes: Gradients of activations, workspaces and whatever else is there only now.
     """
@@ -146,13 +146,20 @@ def contents_at(step: StepPlan, view: StepView, position: int) -> Contents:
     gradients = parameter_gradients(step, view)[position]
     inputs = view.plan.graph.input_bytes
     outside = around.resident_bytes + around.correction_bytes
+    if outside < 0:  # what comes into a part of the step may be what another makes, and lives once
+        inputs, outside = inputs + outside, 0
     activations = sum(stay.num_bytes for stay in view.stays if stay.start <= position < stay.end)
     rest = total - model - gradients - inputs - outside - activations
     return Contents(model, gradients, outside, inputs, activations, max(0, rest))
 
 
 def parameter_gradients(step: StepPlan, view: StepView) -> list[int]:
-    """Bytes of gradients of parameters during each action: those of the step before, then those that have come."""
+    """Bytes of gradients of parameters during each action: those of the step before, then those that have come.
+
+    Where parameters are sharded, with all that the units hold beside the shards.
+    """
+    if step.surroundings.gathering is not None:
+        return list(view.timeline.unit_bytes)
     around, total = step.surroundings, sum(gradient_bytes(made.graph) for made in step.plans.values())
     actions, turn = view.plan.schedule.actions, view.timeline.num_forward
     if around.is_accumulating:

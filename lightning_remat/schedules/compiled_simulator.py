@@ -34,8 +34,8 @@ class Judge:
         _, held = gradient_levels(graph, is_released=False)
         self._levels: Ints = np.array([before, released, held], np.int64)
         self._fixed_bytes = graph.input_bytes + graph.static_bytes
-        self._forward_seconds = np.array([n.forward_seconds for n in graph.nodes], np.float64)
-        self._backward_seconds = [n.backward_seconds for n in graph.nodes]
+        self._plain_seconds = [s for n in graph.nodes for s in (n.forward_seconds, n.backward_seconds)]
+        self._rerun_seconds = np.array([n.forward_seconds + n.rerun_price for n in graph.nodes], np.float64)
 
     def cost(self, schedule: Schedule) -> Cost:
         """Its peak, of which bytes are exact, and seconds."""
@@ -45,7 +45,8 @@ class Judge:
         """The same of actions as numbers."""
         peak_bytes = int(_peak(self._arrays, self._levels, self._fixed_bytes, codes))
         runs: Any = codes[codes & 3 == RUN] >> 2
-        return Cost(peak_bytes, math.fsum([*self._forward_seconds[runs].tolist(), *self._backward_seconds]))
+        again = np.bincount(runs, minlength=len(self._rerun_seconds)) - 1
+        return Cost(peak_bytes, math.fsum([*self._plain_seconds, *np.repeat(self._rerun_seconds, again).tolist()]))
 
 
 @njit

@@ -39,6 +39,8 @@ class Node:
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
         backward_seconds: Time of its backward.
+        rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call, the tape
+            that is caught, the saved tensors that are handed over.
         forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
         backward_workspace_bytes: Transient peak of the backward beyond its inputs and gradients.
         parameter_bytes: Bytes of the parameter gradients that appear with its backward.
@@ -67,6 +69,7 @@ class Node:
     tape_bytes: int = field(default=0, metadata=_BYTES)
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
     backward_seconds: float = field(default=0.0, metadata=_SECONDS)
+    rerun_price: float = 0.0
     forward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     backward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     parameter_bytes: int = field(default=0, metadata=_BYTES)
@@ -183,6 +186,16 @@ class Graph:
             return node.shares_gradient
         return () if node.storage_of is None else (node.storage_of,)
 
+    def with_reruns_priced(self) -> Graph:
+        """This graph with the price of a rerun in the seconds of every run, for planners, which know no other seconds.
+
+        All schedules run every node once, so that they compare as they do with the price on later runs alone.
+        """
+        if not any(node.rerun_price for node in self.nodes):
+            return self
+        nodes = (replace(n, forward_seconds=n.forward_seconds + n.rerun_price, rerun_price=0.0) for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
+
     def with_seconds_of(self, other: Graph, factor: float = 1.0) -> Graph:
         """This graph with the seconds of `other`, a profile of the same module, scaled by `factor`.
 
@@ -195,7 +208,12 @@ class Graph:
         if [n.name for n in self.nodes] != [n.name for n in other.nodes]:
             raise ValueError(f"graphs of {len(self.nodes)} and {len(other.nodes)} nodes do not describe one module")
         nodes = tuple(
-            replace(a, forward_seconds=b.forward_seconds * factor, backward_seconds=b.backward_seconds * factor)
+            replace(
+                a,
+                forward_seconds=b.forward_seconds * factor,
+                backward_seconds=b.backward_seconds * factor,
+                rerun_price=b.rerun_price,
+            )
             for a, b in zip(self.nodes, other.nodes, strict=True)
         )
         return replace(self, nodes=nodes)
@@ -254,7 +272,7 @@ def _check_node(node: Node, index: int) -> None:
         for i in indices:
             if not 0 <= i < limit:
                 raise ValueError(f"{where}: {label} names node {i}, which does not stand before it")
-    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node)):
+    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node), "rerun_price"):
         cost = getattr(node, label)
         if cost is not None and not cost >= 0:
             raise ValueError(f"{where}: {label} is {cost}, but a cost is not negative")

@@ -41,7 +41,9 @@ class Simulation:
         return self.recompute_seconds / plain if plain > 0 else 0.0
 
 
-def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh") -> Simulation:
+def simulate(
+    graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh", holds_outputs: bool = True
+) -> Simulation:
     """The cost of `schedule` on `graph`, after checking every rule of the schedule language.
 
     Args:
@@ -49,6 +51,8 @@ def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh"
         schedule: The actions, from the first forward to the last backward.
         gradients: `"fresh"`: parameter gradients appear with their backward. `"kept"`: they are alive throughout,
             as under accumulation, and each new contribution is transient.
+        holds_outputs: Whether the outputs live until their own backward, as planners take it. Otherwise the loss lets
+            go of them as soon as it has made their gradients.
 
     Returns:
         Peak, seconds and the memory timeline.
@@ -58,7 +62,7 @@ def simulate(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh"
     """
     if gradients not in ("fresh", "kept"):
         raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
-    replay = _Replay(graph, schedule, gradients)
+    replay = Replay(graph, schedule, gradients, holds_outputs)
     num_nodes = len(graph.nodes)
     for position, (kind, node) in enumerate(schedule.actions):
         if node >= num_nodes:
@@ -76,17 +80,17 @@ def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fre
     Raises:
         ScheduleError: It breaks a rule.
     """
-    replay = _Replay(graph, schedule, gradients)
+    replay = Replay(graph, schedule, gradients)
     for position, (kind, node) in enumerate(schedule.actions):
         replay.step(kind, position, node)
     return replay.alive
 
 
-class _Replay:
+class Replay:
     """Memory state between two actions. A *storage* is a number; views and passed-on gradients share one."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, gradients: Gradients) -> None:
-        self.graph, self.schedule = graph, schedule
+    def __init__(self, graph: Graph, schedule: Schedule, gradients: Gradients, holds_outputs: bool = True) -> None:
+        self.graph, self.schedule, self.holds_outputs = graph, schedule, holds_outputs
         count = len(graph.nodes)
         self.fresh = gradients == "fresh"
         self.alive = graph.input_bytes + graph.static_bytes
@@ -123,13 +127,13 @@ class _Replay:
         marked = mark(self.schedule.actions, position)
         return ScheduleError(f"{marked}\naction {position}{name}: {reason}", position=position)
 
-    def _allocate(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         self.alive += size
         self.sizes.append(size)
         self.holders.append(1)
         return len(self.sizes) - 1
 
-    def _release(self, storage: int) -> None:
+    def release(self, storage: int) -> None:
         self.holders[storage] -= 1
         if not self.holders[storage]:
             self.alive -= self.sizes[storage]
@@ -155,16 +159,18 @@ class _Replay:
         if node.tape_bytes and not self.tape[n]:
             self.tape[n] = True
             self.alive += node.tape_bytes
-        self.seconds.append(node.forward_seconds)
+        seconds = node.forward_seconds
         if self.has_run[n]:
-            self.recompute_seconds.append(node.forward_seconds)
+            seconds += node.rerun_price
+            self.recompute_seconds.append(seconds)
+        self.seconds.append(seconds)
         self.has_run[n] = True
         return most
 
     def _output_storage(self, position: int, n: int) -> int:
         base = self.graph.nodes[n].storage_of
         if base is None:
-            return self._allocate(self.graph.nodes[n].output_bytes)
+            return self.allocate(self.graph.nodes[n].output_bytes)
         storage = self.output[base]
         if storage is None:
             raise self.error(position, f"views the output of {self._name(base)}, which is not resident")
@@ -177,7 +183,7 @@ class _Replay:
             raise self.error(position, "its output is not resident")
         most = self.alive
         self.output[n] = None
-        self._release(storage)
+        self.release(storage)
         return most
 
     def discard_tape(self, position: int, n: int) -> int:
@@ -203,22 +209,29 @@ class _Replay:
                 raise self.error(position, f"its backward reads the output of {self._name(i)}, which is not resident")
         if node.tape_bytes and not self.tape[n]:
             raise self.error(position, "its backward reads its tape, which is not resident")
-        if not self.is_backward:
-            self._begin_backward()
-        most = self._propagate(n, is_released=self._is_released(position, n)) if self.gradient[n] else self.alive
+        at_loss = 0 if self.is_backward else self.begin_backward()
+        most = self.propagate(n, is_released=self._is_released(position, n)) if self.gradient[n] else self.alive
+        if not self.holds_outputs:  # else more is alive from here on than at the loss
+            most = max(most, at_loss)
         self.is_done[n] = True
         for i in set(node.inputs):
             self.pending_users[i] -= 1
         if n in self.held_output:
-            self._release(self.held_output.pop(n))
+            self.release(self.held_output.pop(n))
         self.seconds.append(node.backward_seconds)
         return most
 
-    def _begin_backward(self) -> None:
-        """The loss has made the gradients of all that leaves the graph."""
+    def begin_backward(self) -> int:
+        """The loss makes the gradients of all that leaves the graph; what is alive then."""
         self.is_backward = True
         for n in self.graph.ends():
-            self.gradient[n].append(self._allocate(self.graph.gradient_bytes(n)))
+            self.gradient[n].append(self.allocate(self.graph.gradient_bytes(n)))
+        most = self.alive
+        if not self.holds_outputs:
+            for storage in self.held_output.values():
+                self.release(storage)
+            self.held_output.clear()
+        return most
 
     def _is_released(self, position: int, n: int) -> bool:
         """Whether a backward of several operations lets go of its own output and tape on the way: none is to stay."""
@@ -234,7 +247,7 @@ class _Replay:
             staying.discard(action)
         return not staying
 
-    def _propagate(self, n: int, *, is_released: bool) -> int:
+    def propagate(self, n: int, *, is_released: bool) -> int:
         """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
         graph, node = self.graph, self.graph.nodes[n]
         shared = graph.shares_gradient(n)
@@ -248,14 +261,14 @@ class _Replay:
                 storage = self.gradient[n][0]
                 self.holders[storage] += 1
             else:
-                storage = self._allocate(graph.gradient_bytes(i))
+                storage = self.allocate(graph.gradient_bytes(i))
             contributions.append((i, storage))
         self.alive += node.input_gradient_bytes
         most = self.alive + node.parameter_bytes + node.backward_workspace_bytes + excess
         if self.fresh:
             self.alive += node.parameter_bytes
         for storage in self.gradient[n]:
-            self._release(storage)
+            self.release(storage)
         self.gradient[n] = []
         for i, storage in contributions:
             most = max(most, self._accumulate(i, storage))
@@ -269,12 +282,12 @@ class _Replay:
             return self.alive
         size = self.graph.gradient_bytes(i)
         if self.holders[held[0]] == 1 and self.sizes[held[0]] == size:
-            self._release(storage)  # added in place
+            self.release(storage)  # added in place
             return self.alive
-        total = self._allocate(size)
+        total = self.allocate(size)
         most = self.alive
-        self._release(held[0])
-        self._release(storage)
+        self.release(held[0])
+        self.release(storage)
         held[0] = total
         return most
 

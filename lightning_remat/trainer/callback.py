@@ -14,6 +14,8 @@ from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, uninstall
 from ..budget import Budget
+from ..devices import empty_cache
+from ..measure.bandwidth import Bandwidth
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
 from ..module_state.nesting import tensors_in
@@ -29,7 +31,7 @@ from .loaders import loader_batch_size
 from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
 from .planning import check_first_size, fits_stored, passes_check, planned
-from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps
+from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps, wrap_validation
 from .rehearsal import rehearsed
 from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
 from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
@@ -77,11 +79,14 @@ class Rematerialization(Callback):
         plan_path: A report of an earlier run to reuse if it fits this one; written otherwise.
         on_infeasible: Where nothing fits: `"raise"`, plan the lowest peak (`"minimum"`), or train the `"plain"` model.
             The latter is also done, with a warning, where nothing can be captured, unless a size is searched.
-        on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget.
+        on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget; a
+            validation step is retried as it is, after what is unused was let go.
         modules: Submodules of the LightningModule to rewrite, or their names; None for those that it calls.
         self_check: Whether one step with and without the plan is compared first (loss, gradients, buffers, random
             states); a difference is reported and the plain model trained.
         report_dir: Where report and plots go; None for the logger's folder, and for nowhere where there is no logger.
+        gather_bandwidth: Bytes a second at which parameters under `fully_shard` are gathered, or "measure"; with it is
+            planned, too, which units are resharded after their forward. None leaves that as it was set.
 
     Attributes:
         result: What was found, from the first training step on; None before, and where the plain model is trained.
@@ -113,6 +118,7 @@ class Rematerialization(Callback):
         modules: Sequence[Any] | None = None,
         self_check: bool = False,
         report_dir: str | Path | None = None,
+        gather_bandwidth: Bandwidth | None = None,
     ) -> None:
         arguments = dict(locals())
         arguments = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
@@ -219,6 +225,7 @@ class Rematerialization(Callback):
         except StepFailedError as error:
             self._leave_alone(f"the training step cannot be tried: {error.__cause__!r}")
             return
+        empty_cache(trial.device)  # the step begins where its trial began, not between the pieces that planning left
         self._undo.append(lambda: uninstall(modules))
         self.result, self._state = result, to_state(result, mark)
         self._undo_size = _nothing
@@ -235,7 +242,8 @@ class Rematerialization(Callback):
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
             else:
-                self._undo.append(wrap_steps(trainer, StepRetry(trainer, settings, result, modules)))
+                retry = StepRetry(trainer, settings, result, modules)
+                self._undo += [wrap_steps(trainer, retry), wrap_validation(trainer, retry.validated)]
 
     def _leave_alone(self, why: str) -> None:
         self._left_alone_because = why
@@ -288,6 +296,11 @@ class Rematerialization(Callback):
         self._clock.count(batch_size_of(batch) if has_batch_dimension(batch) else 1)
         if should_log(trainer):
             self._log(trainer, self._clock.read())
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every epoch begins with memory in one piece, as the trial of the step did; validation leaves other pieces."""
+        if self.settings.counts_scratch:
+            empty_cache(trainer.strategy.root_device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock: throughput is that of training."""

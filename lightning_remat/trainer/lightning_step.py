@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,13 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
-from ..devices import HOST, counts_memory, random_state
-from ..measure.meter import measure_peak
+from ..devices import HOST, counts_memory, empty_cache, random_state
+from ..measure.bandwidth import Bandwidth, bandwidth_of
+from ..measure.device_memory import enforced
+from ..measure.meter import Peak, measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.agreement import together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
-from ..module_state.sharding import settled
+from ..module_state.sharding import settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
 from ..regions.footprint import (
@@ -49,7 +51,7 @@ from .private_api import (
     state_holders,
     without_optimization,
 )
-from .saved_nevertheless import saved_nevertheless
+from .validation import Validation
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -57,6 +59,15 @@ logger = logging.getLogger(__name__)
 
 class StepFailedError(Exception):
     """A training step raised while it was tried: the user's error, or something that cannot be tried beforehand."""
+
+
+@contextmanager
+def _told_apart() -> Generator[None]:
+    """What the user's step raises, from what this package does."""
+    try:
+        yield
+    except Exception as error:
+        raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
 
 class LightningTrial:
@@ -74,6 +85,8 @@ class LightningTrial:
     Attributes:
         batch_size: Samples in the batch.
         differentiates: Whether the step was seen to ask for derivatives of its own.
+        validation: The validation step that is tried between training steps; None for none.
+        within: See `Trial`.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class LightningTrial:
     ) -> None:
         self.trainer, self.modules = trainer, settings.modules
         self.effective_batch_size = settings.effective_batch_size
+        self.gather_bandwidth: Bandwidth | None = settings.gather_bandwidth
         self.batch, self.batch_idx, self.is_on_device = batch, batch_idx, is_on_device
         self.with_optimizer, self.loaders = with_optimizer, loaders
         self.device = trainer.strategy.root_device
@@ -98,6 +112,8 @@ class LightningTrial:
         num_samples = num_samples_in(loaders) if loaders else None
         self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
         self.differentiates = False
+        self.validation: Validation | None = None
+        self.within: int | None = None
         self._batch: tuple[int, Any] | None = None
 
     def outcome(self, batch_size: int) -> dict[str, Tensor]:
@@ -119,8 +135,7 @@ class LightningTrial:
         """Nothing that the block does to module, trainer, optimizers, loggers or random states stays."""
         trainer = self.trainer
         module = trainer.lightning_module
-        with settled(module):  # before it is recorded
-            pass
+        settle(module)  # before it is recorded
         with preserved([module], state_holders(trainer)), silent(trainer), settled(module), torch.enable_grad():
             yield
 
@@ -132,6 +147,11 @@ class LightningTrial:
             self._batch = batch_size, batch if self.is_on_device else on_device(self.trainer, batch)
         return self._batch[1]
 
+    def close(self) -> None:
+        """Lets go of the batches: what still refers to the trial must not hold them while training runs."""
+        self.batch = self.validation = self._batch = None
+        empty_cache(self.device)
+
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
         """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size.
 
@@ -141,45 +161,46 @@ class LightningTrial:
         Raises:
             StepFailedError: The step raises.
         """
-        module, looked_through = self.trainer.lightning_module, partial(self._looked_through, batch_size, modules)
-        if not self.differentiates:
-            try:
-                return together(module, partial(looked_through, differentiating=False))
-            except StepFailedError:
-                pass
-        view = together(module, partial(looked_through, differentiating=True))
-        self.differentiates = True
-        return view
-
-    def _looked_through(self, batch_size: int, modules: Sequence[Any] | None, *, differentiating: bool) -> View:
         trainer, index = self.trainer, self.batch_idx
-        with self.undone():
-            batch = self.batch_of(batch_size)
 
-            def step() -> None:
-                try:
-                    if differentiating:
-                        with saved_nevertheless():
-                            forward_and_backward(trainer, batch, index)
-                    else:
-                        with without_optimization(trainer):
-                            run_training_step(trainer, batch, index)
-                except Exception as error:
-                    raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        @contextmanager
+        def prepared() -> Generator[None]:
+            with self.undone():
+                self.batch_of(batch_size)
+                yield
 
-            return look_through(trainer.lightning_module, step, self.modules if modules is None else modules)
+        def step() -> None:
+            with without_optimization(trainer), _told_apart():
+                run_training_step(trainer, self.batch_of(batch_size), index)
+
+        def differentiating() -> None:
+            with _told_apart():
+                forward_and_backward(trainer, self.batch_of(batch_size), index)
+
+        view = look_through(
+            trainer.lightning_module,
+            step,
+            self.modules if modules is None else modules,
+            undone=prepared,
+            differentiating=differentiating,
+            again_after=(StepFailedError,),
+            is_known_to_differentiate=self.differentiates,
+        )
+        self.differentiates = view.differentiates
+        return view
 
     def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         with self.undone():
             batch = tensors_in(self.batch_of(batch_size))
             optimizer = self._optimizer()
+        self.gather_bandwidth = bandwidth_of(self.trainer.lightning_module, self.gather_bandwidth)  # measured once
         outside, buckets = outside_bytes(self.trainer.lightning_module, view, batch), buckets_of(self.trainer)
         return Surroundings(
             resident_bytes=outside + optimizer.state_bytes + buckets.copy_bytes,
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch) + buckets.copy_bytes,
             is_accumulating=buckets.hold_gradients or self._num_accumulated(batch_size) > 1,
-            gathering=gathering_of(view),
+            gathering=gathering_of(view, self.gather_bandwidth),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 
@@ -200,7 +221,7 @@ class LightningTrial:
             return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), owned, 0.0)
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
-        """The measured peak of two real steps, in bytes.
+        """The measured peak of two real steps, in bytes, and of a validation step between them where that counts.
 
         Without the optimizer these are forward and backward beside the optimizer's state, and its step on gradients of
         zero.
@@ -212,8 +233,12 @@ class LightningTrial:
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
+            self._batch = None
+            empty_cache(self.device)
+            held = self._held_bytes(self.batch_of(batch_size))
             try:
-                return self._measured(batch_size, with_scratch)
+                with nullcontext() if self.within is None else enforced(self.device, self.within, held):
+                    return self._measured(batch_size, with_scratch)
             except Exception as error:
                 if is_out_of_memory(error) or is_too_small_for_batch_norm(error):
                     raise
@@ -228,14 +253,32 @@ class LightningTrial:
             for parameter in module.parameters():
                 parameter.grad = None
         for i in range(STEPS_PER_TRIAL):
-            alive = [module, *optimizer_tensors(trainer.strategy.optimizers), *tensors_in(batch)]
+            if i and not self.is_on_device:
+                batch = self._batch = None  # training brings every batch anew, to where memory is free then
+                if self.validation is not None:
+                    with self._metered([], with_scratch) as measured:
+                        self.validation.run(trainer, batch_size)
+                    peak_bytes = max(peak_bytes, measured.peak_bytes)
+                batch = self.batch_of(batch_size)
             zero_grad = i == 0 or self._num_accumulated(batch_size) == 1
-            with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
+            with self._metered(batch, with_scratch) as measured:
                 run_optimization(
                     trainer, batch, self.batch_idx, zero_grad=zero_grad, with_optimizer=self.with_optimizer
                 )
             peak_bytes = max(peak_bytes, measured.peak_bytes)
         return peak_bytes + self._unseen_bytes()
+
+    def _metered(self, batch: Any, with_scratch: bool) -> AbstractContextManager[Peak]:
+        alive = [*optimizer_tensors(self.trainer.strategy.optimizers), *tensors_in(batch)]
+        return measure_peak(self.device, [self.trainer.lightning_module, *alive], with_scratch=with_scratch)
+
+    def _held_bytes(self, batch: Any) -> int:
+        """What of a budget is taken before a step."""
+        parameters = list(self.trainer.lightning_module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = optimizer_tensors(self.trainer.strategy.optimizers)
+        buffers = self.trainer.lightning_module.buffers()
+        return storage_bytes([*parameters, *gradients, *buffers, *states, *tensors_in(batch)])
 
     def _unseen_bytes(self) -> int:
         """The buckets of DDP, of which no operation tells; an allocator counts them."""
@@ -247,6 +290,11 @@ class LightningTrial:
             return self.effective_batch_size // (batch_size * self.num_devices)
         schedules = [c.scheduling for c in callbacks_of(self.trainer) if isinstance(c, GradientAccumulationScheduler)]
         return max(self.trainer.accumulate_grad_batches, *(n for s in schedules for n in s.values()), 1)
+
+    def held(self) -> tuple[int, ...]:
+        """Bytes of each parameter and buffer."""
+        module = self.trainer.lightning_module
+        return tuple(storage_bytes([t]) for t in (*module.parameters(), *module.buffers()))
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""

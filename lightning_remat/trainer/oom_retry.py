@@ -1,4 +1,7 @@
-"""`on_oom="replan"`: a step that runs out of memory is undone, planned for its own batch, and run once more."""
+"""`on_oom="replan"`: a step that runs out of memory is undone, planned for its own batch, and run once more.
+
+A validation step has no plan: it is run once more in memory that is in one piece again, without old gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _TIGHTER = 0.95
 
 
 class StepRetry:
-    """Wraps the steps of a run; at most one of them is retried.
+    """Wraps the steps of a run; at most one of them in training is retried.
 
     A step is undone only as far as its results need: random states, buffers, plain attributes, metrics and what was
     logged, and gradients where several batches are summed. Weights and optimizer state change after the step alone.
@@ -53,18 +56,11 @@ class StepRetry:
         try:
             return step()
         except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
-            first = error
+            first = _exhausted(error)
         self.has_retried = True
         undo()
         undo_random()
-        if not is_accumulating:
-            for parameter in module.parameters():
-                parameter.grad = None
-        gc.collect()
-        empty_cache(self.trainer.strategy.root_device)
+        self._make_room(with_gradients=is_accumulating)
         try:
             plan = self._replan(batch)
         except ValueError as error:  # no tighter plan: the first error stands
@@ -75,6 +71,33 @@ class StepRetry:
             f"recompute overhead {plan.recompute_overhead:.1%} (was {self.result.recompute_overhead:.1%}): {first}"
         )
         return step()
+
+    def validated(self, step: Callable[[], Any]) -> Any:
+        """The result of a validation step, of the second attempt if the first ran out of memory.
+
+        It is the first one's: what a step has drawn, logged and counted is undone. Gradients of the last training step
+        go, which the next one would drop, unless several batches are summed.
+        """
+        module, trainer = self.trainer.lightning_module, self.trainer
+        undo = record([module, *logged_results(trainer)], with_parameters=False, with_gradients=False)
+        undo_random = record_random()
+        try:
+            return step()
+        except BaseException as error:
+            first = _exhausted(error)
+        undo()
+        undo_random()
+        self._make_room(with_gradients=trainer.accumulate_grad_batches > 1)
+        rank_zero_warn(f"a validation step ran out of memory and is run again in memory that was made free: {first}")
+        return step()
+
+    def _make_room(self, *, with_gradients: bool) -> None:
+        """Lets go of what is not needed to run a step, gradients too unless they are to stay."""
+        if not with_gradients:
+            for parameter in self.trainer.lightning_module.parameters():
+                parameter.grad = None
+        gc.collect()
+        empty_cache(self.trainer.strategy.root_device)
 
     def _replan(self, batch: Any) -> StepPlan:
         uninstall(self.modules)
@@ -92,3 +115,11 @@ class StepRetry:
             plan = apart.plan(trial.batch_size, budget, self.settings.planner)
         self.modules[:] = install(trial, trial.batch_size, plan)  # the callback restores what this list holds
         return plan
+
+
+def _exhausted(error: BaseException) -> BaseException:
+    """An error that says that memory ran out, and holds none any more; another one is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+    return error

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -62,9 +64,39 @@ def forget_loaders(trainer: Trainer) -> None:
     loop._combined_loader = None
 
 
-def forget_validation_loaders(trainer: Trainer) -> None:
-    """The trainer prepares its validation loaders anew when it next needs them."""
-    trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """Loaders of validation, made anew by the user's hooks as the trainer will make its own; none where it has none."""
+    if not trainer.enable_validation or trainer.limit_val_batches == 0:
+        return []
+    loaders = trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+    return list(combined.flattened)
+
+
+def run_validation_step(trainer: Trainer, batch: Any, *, of_several: bool) -> None:
+    """The user's `validation_step` on a batch on the device, without its loop's hooks; afterwards as before.
+
+    Args:
+        trainer: Whose module and precision serve.
+        batch: On the device.
+        of_several: Whether there are several loaders, of which the step is told the first.
+    """
+    module = trainer.lightning_module
+    stage, modes = trainer.state.stage, [(m, m.training) for m in module.modules()]
+    arguments = [batch]
+    if is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2):
+        arguments.append(0)
+    if of_several:
+        arguments.append(0)
+    trainer.state.stage = RunningStage.VALIDATING
+    module.eval()
+    try:
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            module.validation_step(*arguments)
+    finally:
+        trainer.state.stage = stage
+        for m, mode in modes:
+            m.training = mode
 
 
 def offer_loaders(trainer: Trainer, loaders: CombinedLoader, before_use: Callable[[], None]) -> None:
@@ -277,6 +309,22 @@ def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], 
 
     def undo() -> None:
         vars(loop).pop("_make_closure", None)
+
+    return undo
+
+
+def wrap_validation(trainer: Trainer, wrap: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Runs every validation step as `wrap(step)`; returns what undoes it."""
+    strategy = trainer.strategy
+    original = strategy.validation_step
+
+    def validation_step(*args: Any, **kwargs: Any) -> Any:
+        return wrap(partial(original, *args, **kwargs))
+
+    vars(strategy)["validation_step"] = validation_step
+
+    def undo() -> None:
+        vars(strategy).pop("validation_step", None)
 
     return undo
 

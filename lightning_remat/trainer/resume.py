@@ -35,6 +35,7 @@ def fingerprint(trainer: Trainer, settings: Settings) -> str:
         trainer.world_size,
         planner,
         [settings.memory_budget, settings.batch_size, settings.objective, settings.effective_batch_size],
+        settings.gather_bandwidth,
         [torch.__version__, lightning.__version__],
     ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_remat import InfeasibleBudgetError, Plan, measure_peak, plan, profile, rematerialize, trace
 from lightning_remat.execution.program import compile_schedule
 from lightning_remat.execution.rewriter import forced
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from networks.lstm import LSTM
 
 RESULTS = Path(__file__).parent.parent / "results" / "launch_cost.md"

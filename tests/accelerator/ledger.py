@@ -63,6 +63,14 @@ def set_limit(count: int, device: int = 0) -> None:
     torch.ops.ledger.set_limit(device, count)
 
 
+def shrink(divisor: int) -> None:
+    """From now on the allocator's segments are as much smaller, so that a small device has a large one's proportions.
+
+    To be called before the device is used.
+    """
+    torch.ops.ledger.shrink(divisor)
+
+
 def num_out_of_memory(device: int = 0) -> int:
     """How often the device has run out of memory."""
     return torch.ops.ledger.num_out_of_memory(device)
@@ -96,6 +104,9 @@ def _device_module() -> types.ModuleType:
     def set_rng_state(state: Tensor, device: int | str | torch.device | None = None) -> None:
         torch.ops.ledger.set_random_state(_index(device), state)
 
+    def set_fraction(fraction: float, device: int | str | torch.device | None = None) -> None:
+        torch.ops.ledger.set_fraction(_index(device), fraction)
+
     def manual_seed_all(seed: int) -> None:
         for index in range(torch.ops.ledger.num_devices()):
             torch.ops.ledger.seed(index, seed)
@@ -112,6 +123,8 @@ def _device_module() -> types.ModuleType:
         "set_rng_state": set_rng_state,
         "manual_seed": lambda seed: torch.ops.ledger.seed(_index(), seed),
         "manual_seed_all": manual_seed_all,
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda device=None: torch.ops.ledger.fraction(_index(device)),
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "get_device_name": lambda device=None: "the tests' device",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from accelerator import ledger
 from remat_runs import network
+from torch import Tensor
 
 from lightning_remat import rematerialize
 from lightning_remat.devices import allocated_bytes, device_name, empty_cache, memory_info, most_bytes, start_counting
@@ -17,9 +20,11 @@ from lightning_remat.measure.out_of_memory import is_out_of_memory
 from lightning_remat.measure.step_clock import StepClock
 from lightning_remat.measure.stopwatch import Stopwatch
 from lightning_remat.module_state.own_draws import OwnDraws
+from lightning_remat.plans.caching_allocator import Block, CachingAllocator, LimitExceededError
 
 TESTS = Path(__file__).parents[1]
 KERNEL_SECONDS = 2e-3
+MIB = 2**20
 
 
 @pytest.fixture
@@ -60,20 +65,62 @@ def test_memory_is_counted_in_blocks_and_kept(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_memory_runs_out_and_what_is_unused_is_given_up_first(device: torch.device) -> None:
-    limit = allocated_bytes(device) + 2**20
+    limit = torch.accelerator.memory_reserved(device) + 20 * MIB
     ledger.set_limit(limit)
     try:
-        assert memory_info(device) == (2**20, limit)
-        unused = torch.empty(2**19, dtype=torch.uint8, device=device)
+        assert memory_info(device) == (limit - allocated_bytes(device), limit)
+        unused = torch.empty(11 * MIB, dtype=torch.uint8, device=device)
         del unused
-        whole = torch.empty(2**20, dtype=torch.uint8, device=device)
+        whole = torch.empty(20 * MIB, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError, match="LEDGER out of memory") as caught:
-            torch.empty(1, device=device)
+            torch.empty(20 * MIB, dtype=torch.uint8, device=device)
         assert is_out_of_memory(caught.value)
         del whole
-        assert torch.empty(1, device=device).numel() == 1
+        assert torch.empty(20 * MIB, dtype=torch.uint8, device=device).numel() == 20 * MIB
     finally:
         ledger.set_limit(ledger.UNLIMITED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("limit_mib", [None, 96])
+def test_the_model_of_the_allocator_reserves_what_the_allocator_reserves(
+    device: torch.device, seed: int, limit_mib: int | None
+) -> None:
+    """Allocations of all sizes that have a rule of their own, in any order, kept for any time."""
+    draw, held, memory = random.Random(seed), list[tuple[Tensor, Block | None]](), CachingAllocator()
+    del device
+    device = torch.device(ledger.NAME, 1)  # on which nothing lives
+    gc.collect()
+    empty_cache(device)
+    assert torch.accelerator.memory_reserved(device) == 0
+    if limit_mib is not None:
+        memory.limit_bytes = limit_mib * MIB
+        ledger.set_limit(limit_mib * MIB, 1)
+    failures = 0
+    try:
+        for _ in range(400):
+            if held and draw.random() < 0.45:
+                tensor, block = held.pop(draw.randrange(len(held)))
+                memory.free(block)
+                del tensor
+            else:
+                size = draw.choice([1, 512, 513, MIB // 2, MIB, MIB + 1, 3 * MIB, 10 * MIB, 11 * MIB, 25 * MIB])
+                size = max(1, size - draw.choice([0, 0, draw.randrange(size)]))
+                try:
+                    block = memory.allocate(size)
+                except LimitExceededError:
+                    failures += 1
+                    with pytest.raises(torch.OutOfMemoryError):
+                        torch.empty(size, dtype=torch.uint8, device=device)
+                else:
+                    held.append((torch.empty(size, dtype=torch.uint8, device=device), block))
+            assert memory.reserved_bytes == torch.accelerator.memory_reserved(device)
+            assert memory.allocated_bytes == allocated_bytes(device)
+        assert bool(failures) == (limit_mib is not None)
+    finally:
+        held.clear()
+        ledger.set_limit(ledger.UNLIMITED, 1)
 
 
 @pytest.mark.gpu

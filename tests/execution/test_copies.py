@@ -124,6 +124,7 @@ def test_random_operations_in_two_threads_have_one_mask_each() -> None:
             if not torch.isfinite(out).all():
                 wrong.append(1)
 
+    ours(X.clone().requires_grad_())  # TorchDynamo sets the generators back after a capture, whoever draws meanwhile
     in_threads([steps, steps])
     assert not wrong
 

@@ -51,9 +51,11 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
         ours = copy.deepcopy(module)
         rewrite(ours, schedule, x)
         plain = plain_traces(module, x)
+        unwatched = copy.deepcopy(ours)
         with counted_runs(ours) as runs:
             found = traces(ours, [x, x + 1])
         assert_equal_traces(plain, found)
+        assert_equal_traces(plain, traces(unwatched, [x, x + 1]))  # several operations as one function
         # Where a base is made again within the forward while a view of its first run is alive, there are two storages,
         # and a view may be made once more than planned. What a random schedule recomputes for the backward of an
         # operation that has none, no backward asks for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sharded_run import RUNS
 
 
 def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script, which starts the second process itself."""
+    """Runs the script, which starts a second process itself where it is not told of others."""
     script = Path(__file__).parent.parent / "sharded_run.py"
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
     return subprocess.run(
@@ -52,3 +53,11 @@ def test_a_step_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path) -
         told = (tmp_path / f"failed-{rank}").read_text()
         assert "OtherRankError: process 1 of 2 has failed" in told, told
         assert "ArithmeticError: of the second process" in told, told
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        ran = list(pool.map(lambda rank: start(tmp_path, "four", str(rank)), range(4)))
+    for rank in range(4):
+        assert (tmp_path / f"done-{rank}").exists(), ran[rank].stdout

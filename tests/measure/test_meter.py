@@ -2,8 +2,10 @@ import gc
 
 import pytest
 import torch
+from sharded_nets import one_of_many
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 
 from lightning_remat import measure_peak
 
@@ -77,3 +79,24 @@ def test_the_block_may_fail() -> None:
             failing_block()
     assert measured is not None
     assert measured.peak_bytes == 2048
+
+
+def test_gathered_parameters_come_and_go(mode: object) -> None:
+    """Their storages are resized, of which no operation tells; torch's own method stays as it is."""
+    resize = torch.UntypedStorage.resize_
+    x = torch.zeros(1, 256)
+    with one_of_many(4) as mesh:
+        module = nn.Sequential(*(fully_shard(nn.Linear(256, 256, bias=False), mesh=mesh) for _ in range(2)))
+        fully_shard(module, mesh=mesh)
+        full, shard = 256 * 256 * 4, 256 * 64 * 4
+        for _ in range(2):  # what is gathered for the first time is made, later it is resized
+            with measure_peak(include=[module, x]) as measured:
+                assert torch.UntypedStorage.resize_ is resize
+                y = module(x)
+            # The shards, the parameters of a layer beside what was received, x and the two outputs.
+            assert measured.peak_bytes == 2 * shard + 2 * full + 3 * 1024
+            y.sum().backward()
+            module.zero_grad()
+            with measure_peak(include=[module, x]) as measured:
+                torch.zeros(1)
+            assert measured.peak_bytes == 2 * shard + 1024 + 4

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from remat_runs import Classifier, run, seeded
+from remat_runs import Classifier, Images, run, seeded
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_remat import Rematerialization
 from lightning_remat.measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
@@ -126,6 +127,44 @@ def test_replanned_step_gives_the_results_of_one_that_did_not_fail(tmp_path: Pat
 def test_only_one_step_is_retried(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="is run again"), pytest.raises(RuntimeError, match="can't allocate memory"):
         replanned(tmp_path, [2, 3])
+
+
+class FailingInValidation(Classifier):
+    """Runs out of memory in a validation step that drew random numbers, counted and logged."""
+
+    failures: ClassVar[list[int]] = []
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Images(24), batch_size=self.batch_size)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn = torch.rand(())
+        self.counted = getattr(self, "counted", 0) + 1
+        super().validation_step(batch, batch_idx)
+        self.log("drawn", self.drawn, on_epoch=True)
+        if batch_idx in self.failures:
+            self.failures.remove(batch_idx)
+            raise RuntimeError(EXHAUSTED)
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+def test_validation_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    for failures in ([], [1]):
+        FailingInValidation.failures[:] = failures
+        module = seeded(FailingInValidation)
+        callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep", on_oom="replan")
+        if failures:
+            with pytest.warns(UserWarning, match="a validation step ran out of memory and is run again"):
+                trainer = run(tmp_path, module, callback, **options)
+        else:
+            trainer = run(tmp_path, module, callback, **options)
+        assert "validation_step" not in vars(trainer.strategy)
+        found.append({**module.state_dict(), **trainer.callback_metrics, "counted": torch.tensor(module.counted)})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.slow

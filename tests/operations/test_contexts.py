@@ -266,15 +266,7 @@ def test_what_a_trace_cannot_carry_is_refused_in_the_forward_itself(does: Callab
         trace(Between(does), X)
 
 
-MEASURED_BY_GRAD = pytest.mark.xfail(
-    strict=True, reason="a step is measured by autograd.grad, which reentrant checkpoints refuse"
-)
-
-
-@pytest.mark.parametrize(
-    "does",
-    [pytest.param(does, marks=[MEASURED_BY_GRAD] * (does is recomputed_in_backward)) for does in STOPS],
-)
+@pytest.mark.parametrize("does", STOPS)
 def test_and_runs_as_it_is_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
     assert_equal_beside(Inside(does))
     assert not torch.is_inference_mode_enabled()

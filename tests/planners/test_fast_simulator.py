@@ -74,7 +74,8 @@ def test_every_kept_set_is_a_choice_of_windows(graph: Graph, seed: int) -> None:
 def test_gradient_levels_are_what_the_simulator_adds(graph: Graph, seed: int) -> None:
     """On a step that drops nothing before the last backward, the rest of the timeline is gradients."""
     graph = varied(graph, random.Random(seed))
-    graph = replace(graph, nodes=tuple(replace(node, backward_release_bytes=0) for node in graph.nodes))
+    released = {"backward_release_bytes": 0, "backward_shared_release_bytes": 0}
+    graph = replace(graph, nodes=tuple(replace(node, **released) for node in graph.nodes))
     count = len(graph.nodes)
     text = [f"F{n}" for n in range(count)] + [f"B{n}" for n in reversed(range(count))]
     text += [f"D{n}" for n in range(count)] + [f"T{n}" for n in range(count) if graph.nodes[n].tape_bytes]

@@ -204,3 +204,26 @@ def test_the_log_tells_the_rung_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = [r for r in caplog.records if r.name == "lightning_remat"]
     assert "one by one under one budget: blocks.0, blocks.1, " in record.message
     assert "Aside.forward cannot be captured as one graph" in record.message
+
+
+class WritesItsInput(nn.Module):
+    """Its second graph writes into what the first has made, which no recomputation may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True)) for _ in range(4)]
+        self.first, self.last = nn.Sequential(*blocks, nn.Linear(16, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        h[:, 0] = self.last(x)[:, 0]
+        return h.sum()
+
+
+@pytest.mark.filterwarnings("ignore:WritesItsInput runs without rematerialization where it does something new")
+def test_a_part_that_stays_as_it_is_has_no_activations_to_put_apart() -> None:
+    module, x = WritesItsInput(), torch.randn(256, 16)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        rematerialize(module, x, memory_budget=1)
+    assert rematerialize(module, x, memory_budget=caught.value.minimum_bytes).peak_bytes <= caught.value.minimum_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_remat.regions.calls import Call
 from lightning_remat.regions.look_through import look_through
+from lightning_remat.regions.step_run import untouched
 
 
 def find_calls(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None = None) -> list[Call]:
@@ -135,3 +137,62 @@ def test_a_tensor_that_comes_in_twice_is_one_tensor_in_the_call_that_is_planned(
     (call,) = look_through(root, lambda: root["adds"](x, other=x)).calls
     assert call.args[0] is call.kwargs["other"]
     assert call.args[0] is not x
+
+
+TOLD: list[Any] = []
+"""What no run puts back."""
+
+
+class Penalized(nn.Module):
+    """Differentiates within its forward, after it has counted, drawn and normalized; tells what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        TOLD.append((self.calls, torch.rand(1).item(), random.random(), self.net[1].num_batches_tracked.item()))
+        x = x.detach().requires_grad_()
+        out = self.net(x)
+        TOLD[-1] += (self.net[1].running_mean.sum().item(),)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out.sum() + slope.square().sum()
+
+
+def test_a_step_that_differentiates_is_looked_through_twice_from_the_same_state() -> None:
+    module, x = Penalized(), torch.randn(4, 6)
+    TOLD.clear()
+    before = [t.clone() for t in module.state_dict().values()]
+    torch.manual_seed(0)
+    view = look_through(module, lambda: module(x), ["net"], undone=lambda: untouched(module, x))
+    assert view.differentiates
+    assert [call.name for call in view.calls] == ["net"]
+    first, second = TOLD
+    assert first == second == (1, *first[1:3], 0, first[4])
+    assert module.calls == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True))
+
+
+def test_a_step_that_is_known_to_differentiate_runs_once_and_another_may_run_in_its_place() -> None:
+    module, x = Penalized(), torch.randn(4, 6)
+    ran: list[str] = []
+
+    def step() -> None:
+        ran.append("step")
+        raise LookupError
+
+    def differentiating() -> Tensor:
+        ran.append("differentiating")
+        return module(x)
+
+    def look(**how: Any) -> list[str]:
+        ran.clear()
+        look_through(module, step, ["net"], differentiating=differentiating, **how)
+        return list(ran)
+
+    assert look(again_after=(LookupError,)) == ["step", "differentiating"]
+    assert look(is_known_to_differentiate=True) == ["differentiating"]
+    with pytest.raises(LookupError):
+        look()

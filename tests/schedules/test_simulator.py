@@ -215,3 +215,18 @@ def test_liveness_never_costs_memory_or_time(data: st.DataObject) -> None:
     assert after.peak_bytes <= before.peak_bytes
     assert after.seconds == before.seconds
     assert apply_liveness(graph, tight) == tight
+
+
+def test_a_loss_may_let_go_of_all_outputs_once_it_has_made_their_gradients() -> None:
+    nodes = (
+        Node("a", output_bytes=10, gradient_bytes=10),
+        Node("b", inputs=(0,), output_bytes=20, gradient_bytes=5, backward_workspace_bytes=40),
+    )
+    graph = Graph(nodes, input_bytes=1, outputs=(0, 1))
+    schedule = Schedule.parse("F0 F1 D1 D0 B1 B0")
+    held, let_go = (simulate(graph, schedule, holds_outputs=holds) for holds in (True, False))
+    # Before the backward of b both outputs and both gradients are alive; during it, its workspace and a gradient of a.
+    assert held.memory_bytes[-2:] == (1 + 30 + 15 + 10 + 40, 1 + 10 + 10)
+    assert let_go.memory_bytes[-2:] == (1 + 15 + 10 + 40, 1 + 10)
+    light = Graph((nodes[0], replace(nodes[1], backward_workspace_bytes=0)), input_bytes=1, outputs=(0, 1))
+    assert simulate(light, schedule, holds_outputs=False).peak_bytes == 1 + 30 + 15

@@ -258,10 +258,9 @@ class DictionaryOutput(Halves):
 
 
 CASES = [
-    slow(UnusedOutputs), EvalBetween, FrozenBetween, Checkpoint, CustomFunction, CustomFunctionKeepsOnContext,
-    PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, NumpyArgument, DataclassOutput, ObjectOutput,
-    DictionaryOutput,
-    failing(ReentrantCheckpoint, "a measured step calls autograd.grad, which reentrant checkpoints refuse"),
+    slow(UnusedOutputs), EvalBetween, FrozenBetween, Checkpoint, ReentrantCheckpoint, CustomFunction,
+    CustomFunctionKeepsOnContext, PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, NumpyArgument,
+    DataclassOutput, ObjectOutput, DictionaryOutput,
     failing(ForcesInForward, "what differentiates all of itself needs it at once: nothing is worth recomputing"),
     PenaltyInPart,
 ]  # fmt: skip

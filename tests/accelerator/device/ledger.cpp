@@ -311,6 +311,11 @@ TORCH_LIBRARY(ledger, library) {
   library.def("set_limit(int device, int bytes) -> ()", [](int64_t device, int64_t bytes) {
     ledger::allocator().set_limit(device, bytes);
   });
+  library.def("shrink(int divisor) -> ()", [](int64_t divisor) { ledger::divisor = divisor; });
+  library.def("set_fraction(int device, float fraction) -> ()", [](int64_t device, double fraction) {
+    ledger::allocator().set_fraction(device, fraction);
+  });
+  library.def("fraction(int device) -> float", [](int64_t device) { return ledger::allocator().fraction(device); });
   library.def("num_out_of_memory(int device) -> int", [](int64_t device) {
     return ledger::allocator().getDeviceStats(device).num_ooms;
   });

@@ -1,0 +1,109 @@
+"""What runs between two operations that need more than their calls becomes one function, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import fx
+
+from ..operations.evaluation import Stretch, compile_stretch
+from ..operations.operation import Operation, TracedModule
+from .instructions import Do, Instruction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Again:
+    """Recomputations as one function, as long as what they read from outside is as it was.
+
+    Attributes:
+        run: The function.
+        instructions: The same, one by one.
+        reads: The slots of what is made before and must be there.
+        external: The slots of what lies outside.
+        hooked: The operations of which nothing but outputs must have been saved.
+    """
+
+    run: Stretch
+    instructions: tuple[Instruction, ...]
+    reads: tuple[int, ...]
+    external: tuple[int, ...]
+    hooked: frozenset[int]
+
+
+class Stretches:
+    """Compiles the instructions of a program.
+
+    Args:
+        traced: The operations.
+        slot_of: The place of each value in the table.
+    """
+
+    def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> None:
+        self.traced, self.slot_of = traced, slot_of
+
+    def of_forward(self, forward: Iterable[Instruction], plain: Collection[int]) -> tuple[Stretch | Instruction, ...]:
+        """The instructions of a forward in which nothing is watched.
+
+        Args:
+            forward: The instructions, one by one.
+            plain: The operations whose first runs are nothing but their calls.
+        """
+        found: list[Stretch | Instruction] = []
+        for is_simple, group in groupby(forward, lambda i: _is_simple(i, Do.RUN, plain)):
+            instructions = tuple(group)
+            found += [self._compiled(instructions, is_first=True)] if is_simple else instructions
+        return tuple(found)
+
+    def of_backward(
+        self,
+        before: Iterable[Instruction],
+        plain: Collection[int],
+        external: Callable[[int], Iterable[int]],
+        hooked: Collection[int],
+    ) -> tuple[Again | Instruction, ...]:
+        """The instructions before a backward.
+
+        Args:
+            before: The instructions, one by one.
+            plain: The operations whose recomputations are nothing but their calls.
+            external: The slots of what an operation reads from outside.
+            hooked: The operations of which autograd gets references.
+        """
+        found: list[Again | Instruction] = []
+        for is_simple, group in groupby(before, lambda i: _is_simple(i, Do.RUN_AGAIN, plain)):
+            instructions = tuple(group)
+            again = [n for what, n in instructions if what is Do.RUN_AGAIN]
+            if is_simple:
+                made = {p for n in again for p in self.traced.operations[n].outputs}
+                read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
+                reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
+                found.append(
+                    Again(
+                        self._compiled(instructions, is_first=False),
+                        instructions,
+                        tuple(set(reads) - {self.slot_of[p] for p in made}),
+                        tuple({slot for n in again for slot in external(n)}),
+                        frozenset(again) & frozenset(hooked),
+                    )
+                )
+            else:
+                found += instructions
+        return tuple(found)
+
+    def _compiled(self, instructions: Sequence[Instruction], *, is_first: bool) -> Stretch:
+        items: list[Operation | fx.Node | int] = []
+        for what, n in instructions:
+            if what is Do.COMPUTE:
+                items.append(self.traced.constants[n])
+            elif what is Do.DROP:
+                items += [self.slot_of[p] for p in self.traced.operations[n].outputs]
+            else:
+                items.append(self.traced.operations[n])
+        return compile_stretch(items, self.slot_of, is_first=is_first)
+
+
+def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:
+    what, n = instruction
+    return what in (Do.COMPUTE, Do.DROP) or (what is run and n in plain)

@@ -1,0 +1,166 @@
+"""Plans a module that is captured as a whole, and runs the planned step once: what it needs is what is predicted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture.tracer import out_of_place
+from ..errors import InfeasibleBudgetError
+from ..execution.executor import retried
+from ..execution.rewriter import checked_program, current_plan, forced, install, restore
+from ..lowering import lower_kept
+from ..module_state.nesting import flatten, tensors_in
+from ..operations.operation import TracedModule
+from ..plans.plan import Plan
+from ..plans.planner import plan as make_plan
+from ..profiling.profiler import profile
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import Simulation, simulate
+from .profiles import known_profile
+from .step_run import infeasible_as_run, step_peak
+
+logger = logging.getLogger("lightning_remat")
+
+_MOST_STEPS = 4
+"""Planned steps that are run at most before it is the lowest one's turn; one, unless it exceeds the budget."""
+
+
+def rewrite_whole(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: TracedModule,
+    *,
+    budget_of: Callable[[int], int],
+    planner: str | Callable[..., Schedule],
+) -> Plan:
+    """The plan by which a module now runs; see `rematerialize`.
+
+    In-place activations are operations of their own where the budget cannot be met otherwise.
+
+    Args:
+        module: Not rewritten yet.
+        args: Positional arguments of a step.
+        kwargs: Keyword arguments.
+        traced: The module's operations.
+        budget_of: The budget in bytes, given the plain step's peak.
+        planner: A name of `PLANNERS` or a function.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits, either way; of the two errors that with the lower peak.
+    """
+    whole = _Whole(module, args, kwargs, traced, planner)
+    graph = whole.profiled()
+    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))), holds_outputs=False)
+    budget_bytes = budget_of(plain.peak_bytes)
+    try:
+        return whole.fitted(graph, budget_bytes, plain)
+    except InfeasibleBudgetError as error:
+        apart = out_of_place(traced, args, kwargs)
+        if apart is None:
+            raise
+        whole = _Whole(module, args, kwargs, apart, planner)
+        try:
+            return whole.fitted(whole.profiled(), budget_bytes, plain)
+        except InfeasibleBudgetError as other:
+            raise min(error, other, key=lambda e: e.minimum_bytes) from None
+
+
+def rewrite_as_planned(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: TracedModule,
+    plan: Plan,
+    planner: str | Callable[..., Schedule],
+) -> None:
+    """Installs a plan that was made earlier; in-place activations are apart in some.
+
+    Raises:
+        ValueError: It was made for other operations.
+    """
+    names = [node.name for node in plan.graph.nodes]
+    if [operation.name for operation in traced.operations] != names:
+        apart = out_of_place(traced, args, kwargs)
+        if apart is not None and [o.name for o in apart.operations] == names:
+            traced = apart
+    install(module, checked_program(traced, plan), plan, planner)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """A module with its operations and the arguments of a step."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traced: TracedModule
+    planner: str | Callable[..., Schedule]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a step tells what the plan needs: on fake tensors nothing runs, in eval mode the plain forward."""
+        tensors = [*tensors_in((self.args, self.kwargs)), *self.module.parameters()]
+        return self.module.training and not any(isinstance(t, FakeTensor) for t in tensors)
+
+    def profiled(self) -> Graph:
+        leaves = flatten((self.args, self.kwargs))[0]
+        return known_profile(self.traced, leaves, {}, lambda: profile(self.traced, *self.args, **self.kwargs))
+
+    def fitted(self, graph: Graph, budget_bytes: int, plain: Simulation) -> Plan:
+        """The plan by which the executed step stays within the budget, installed.
+
+        What it needs otherwise than predicted (a loss that lets go of outputs early, memory that operations hand to
+        each other) corrects the prediction. A step that exceeds the budget is planned again for as much less, in the
+        end at the lowest peak.
+
+        Args:
+            graph: The operations to plan.
+            budget_bytes: What the step must not exceed.
+            plain: The module's step without a plan.
+        """
+        allowed = budget_bytes
+        if plain.peak_bytes <= budget_bytes:  # planners count outputs for longer than a loss holds them
+            allowed = max(allowed, simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes)
+        for number in range(_MOST_STEPS):
+            infeasible: InfeasibleBudgetError | None = None
+            try:
+                made = make_plan(graph, allowed if number < _MOST_STEPS - 1 else 1, self.planner)
+            except InfeasibleBudgetError as error:
+                if not self.can_run:
+                    raise
+                infeasible = error  # of a prediction: what the lowest peak is, a step has yet to tell
+                made = make_plan(graph, int(error.minimum_bytes), self.planner)
+            predicted = made.peak_bytes
+            made = self._run(replace(made, budget_bytes=budget_bytes), plain)
+            if made.peak_bytes <= budget_bytes or not self.can_run:
+                return made
+            restore(self.module)
+            if infeasible is not None:
+                raise infeasible_as_run(infeasible, made.peak_bytes, budget_bytes)
+            allowed = min(allowed, predicted) - (made.peak_bytes - budget_bytes)
+        raise AssertionError("a planner that meets a budget of one byte")
+
+    def _run(self, plan: Plan, plain: Simulation) -> Plan:
+        """Installs a plan and corrects its prediction by a step; the module stays rewritten by it."""
+        plan = replace(plan, rung=self.traced.rung, reasons=self.traced.reasons)
+        program = checked_program(self.traced, plan)
+        install(self.module, program, plan, self.planner)
+        is_installed = current_plan(self.module) is not None
+        if not self.can_run:
+            logger.info("%s: the peak is predicted, no step was run to measure it", type(self.module).__name__)
+            return replace(plan, plain=plain)
+        measured = retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
+        made = plan.corrected(measured - plan.peak_bytes)
+        if not is_installed:  # what runs is the plain step
+            return replace(made, plain=made.simulation)
+        made = replace(made, plain=plain)
+        forced(self.module, program, made, self.planner)
+        return made

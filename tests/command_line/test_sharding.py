@@ -1,0 +1,89 @@
+"""`--strategy fsdp2`: a rank of a world that is not there, its blocks sharded as people shard them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from sharded_nets import Transformer, one_of_many, shard
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchvision.models import resnet18, vgg11
+
+from lightning_remat import rematerialize
+from lightning_remat.capture.dynamo import forward_of
+from lightning_remat.command_line.command import main
+from lightning_remat.command_line.sharding import repeated_blocks
+from lightning_remat.plans import options
+from lightning_remat.regions import calls
+
+NET = "sharded_nets:Transformer"
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["plan", NET, "--input", "256x8", "--planner", "periodic", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_rank_holds_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--strategy", "fsdp2", "--optimizer", "adam", "--memory", "90%", "--world-size"]
+    two, many = asked(capsys, *wanted, "2"), asked(capsys, *wanted, "8")
+    assert two["units"] == many["units"] == {"Block": 4}
+    assert two["network"] == "Transformer"
+    for told in (two, many):
+        assert told["measured_peak_bytes"] <= told["budget_bytes"] < told["plain_peak_bytes"]
+        assert told["predicted_peak_bytes"] == pytest.approx(told["measured_peak_bytes"], rel=0.02)
+        assert sum(told["plain_peak_contents"].values()) == pytest.approx(told["plain_peak_bytes"], rel=0.05)
+    # Parameters and two moments, and at the peak no gradients yet; what is gathered is as large on any rank.
+    saved = two["plain_peak_bytes"] - many["plain_peak_bytes"]
+    assert saved == pytest.approx(3 * two["parameter_bytes"] * (1 / 2 - 1 / 8), rel=0.01)
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_is_sharded_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NET, "--input", "64x8", "--strategy", "fsdp2", "--world-size", "4"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a rank of 4: fully_shard on each of 4 Block, then on the whole" in told
+    assert "gathered parameters, gradients" in told
+
+
+def test_blocks_are_what_people_shard() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
+        by_kind = [[type(b).__name__ for b in repeated_blocks(m)] for m in (net, deep, vgg11(), resnet18())]
+        transformer = Transformer(stages=2)
+        blocks = [block for stage in transformer.stages for block in stage]
+    assert by_kind == [[], ["Sequential"] * 3, [], ["BasicBlock"] * 8]
+    assert repeated_blocks(transformer) == blocks
+
+
+def test_units_of_equal_structure_are_captured_profiled_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled: list[object] = []
+    profile_call = calls.profile_call
+
+    def counted(traced: object, *args: object, **kwargs: object) -> object:
+        profiled.append(traced)
+        return profile_call(traced, *args, **kwargs)
+
+    monkeypatch.setattr(calls, "profile_call", counted)
+    options._options.cache_clear()
+    with one_of_many(4) as mesh, FakeTensorMode():
+        net = shard(Transformer(), mesh=mesh)
+        made = rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
+        assert made.num_recomputed
+        assert len({forward_of(block) for block in net.stages[0]}) == 1
+    assert len(profiled) == 1
+    assert options._options.cache_info().misses == 1
+
+
+def test_units_with_other_settings_are_not_taken_for_equal() -> None:
+    with one_of_many(4) as mesh, FakeTensorMode():
+        net = Transformer()
+        net.stages[0][1].drop.p = 0.5
+        shard(net, mesh=mesh)
+        rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
+        first, other, *rest = map(forward_of, net.stages[0])
+        assert first is not other
+        assert rest == [first, first]

@@ -1,0 +1,96 @@
+"""What kernels allocate inside themselves is in a profile that asks for it: predicted is allocated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from remat_runs import network
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from lightning_remat import InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, trace
+from lightning_remat.measure.allocated_growth import measure_allocated_growth
+from lightning_remat.measure.tensor_bytes import storage_bytes
+
+
+def test_the_allocators_growth_is_counted_and_what_dies_is_not() -> None:
+    with measure_allocated_growth() as measured:
+        for _ in range(3):
+            x = torch.zeros(256)
+            del x
+        y = torch.zeros(256)
+        z = y + 1
+    scalars = 64  # that operations make of numbers
+    assert 0 <= measured.peak_bytes - (y.nbytes + z.nbytes) <= scalars
+
+
+def test_what_a_kernel_allocates_inside_itself_is_seen() -> None:
+    """A convolution copies an operand that does not lie in order, of which no operation tells."""
+    x = torch.randn(64, 32, 8).transpose(0, 2)
+    with measure_allocated_growth() as measured:
+        y = functional.conv2d(x[None], torch.ones(1, 8, 3, 3))
+    assert measured.peak_bytes > y.nbytes
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def allocated_peak(module: nn.Module, x: Tensor) -> int:
+    """Of a step, all that the allocator hands out beside what is there before it."""
+
+    def step() -> None:
+        y = module(x)
+        y.backward(torch.ones_like(y))
+
+    step()  # which learns, and makes what kernels keep
+    module.zero_grad(set_to_none=True)
+    gc.collect()
+    with measure_allocated_growth() as measured:
+        step()
+    module.zero_grad(set_to_none=True)
+    return measured.peak_bytes + storage_bytes([*module.parameters(), *module.buffers(), x])
+
+
+def lowest(graph: object) -> int:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(graph, 1, "periodic")  # pyright: ignore
+    return int(caught.value.minimum_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "shape"), [(lambda: network(32), (16, 3, 32, 32)), (Attention, (16, 64, 32))], ids=["conv", "attention"]
+)
+def test_predicted_is_allocated(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape)
+    graph = profile(trace(module, x), x, repeats=1, with_kernels=True)
+    plain = plan(graph, 1 << 62, "keep_all")
+    made: list[Plan] = [plain, plan(graph, lowest(graph), "periodic")]
+    for one in made:
+        if one is not plain:
+            rematerialize(module, x, plan=one)
+        allocated = allocated_peak(module, x)
+        # What a backward frees on its way was allocated before it, of which the allocator tells nothing: too high.
+        assert 0.9 * one.peak_bytes <= allocated <= 1.01 * one.peak_bytes
+        restore(module)
+
+
+def test_on_fake_tensors_nobody_can_tell() -> None:
+    """The profile is the same: what kernels allocate is no part of it."""
+    with FakeTensorMode():
+        module, x = network(), torch.randn(4, 3, 16, 16)
+        traced = trace(module, x)
+        assert profile(traced, x, with_kernels=True) == profile(traced, x)

@@ -1,0 +1,93 @@
+"""The least budget that an error tells is one: models of Hugging Face, tiny, are planned for exactly it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_steps import LOSS_BYTES, TakesGradients, output_tensors
+
+from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+Case = tuple[nn.Module, dict[str, Any]]
+TOKENS = torch.arange(32).reshape(2, 16) % 97
+
+
+def language_model(kind: str, *, with_labels: bool = True, **sizes: Any) -> Case:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, vocab_size=128, num_hidden_layers=2, hidden_size=32, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    labels = {"labels": TOKENS} if with_labels else {}
+    return model, {"input_ids": TOKENS, "use_cache": False, **labels}
+
+
+def attention_sizes(**others: Any) -> dict[str, Any]:
+    return {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, **others}
+
+
+def jamba() -> Case:
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    return language_model("jamba", **attention_sizes(num_experts=2, mamba_d_state=4, mamba_dt_rank=4, **layers))
+
+
+def whisper() -> Case:
+    transformers: Any = pytest.importorskip("transformers")
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes = {"num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32, "vocab_size": 128}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    suppressed = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    config = transformers.WhisperConfig(**layers, **heads, **sizes, **special, **suppressed)
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    return model, {"input_features": torch.randn(2, 16, 64), "labels": TOKENS}
+
+
+def autoencoder() -> Case:
+    diffusers: Any = pytest.importorskip("diffusers")
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    model = diffusers.AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=4, **blocks).train()
+    return model, {"sample": torch.randn(1, 3, 32, 32)}
+
+
+def neox() -> Case:
+    return language_model("gpt_neox", num_attention_heads=4, intermediate_size=64)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama without labels": lambda: language_model("llama", with_labels=False, **attention_sizes()),
+    "mixtral": lambda: language_model("mixtral", **attention_sizes(num_local_experts=2)),
+    "gpt-neox": neox,
+    "jamba": jamba,
+    "whisper": whisper,
+    "vae": autoencoder,
+}
+
+
+def peak_of(module: nn.Module, kwargs: dict[str, Any]) -> int:
+    module.zero_grad()
+    with measure_peak(include=[module, *(t for t in kwargs.values() if isinstance(t, Tensor))]) as measured:
+        TakesGradients.apply(*output_tensors(module(**kwargs))).backward()
+    return measured.peak_bytes - LOSS_BYTES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_exactly_the_least_budget_a_model_is_planned(name: str) -> None:
+    torch.manual_seed(0)
+    module, kwargs = CASES[name]()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        rematerialize(module, memory_budget=1, planner="periodic", **kwargs)
+    least = int(caught.value.minimum_bytes)
+    plan = rematerialize(module, memory_budget=least, planner="periodic", **kwargs)
+    assert plan.num_recomputed
+    assert peak_of(module, kwargs) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert peak_of(module, kwargs) <= least
