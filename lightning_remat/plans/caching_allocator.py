@@ -128,17 +128,10 @@ class CachingAllocator:
         pool = self._pool(block.size)
         if (before := block.before) is not None and before.is_free:
             _leave(pool, before)
-            before.size += block.size
-            before.after = block.after
-            if block.after is not None:
-                block.after.before = before
-            block = before
+            block = _joined(before, block)
         if (after := block.after) is not None and after.is_free:
             _leave(pool, after)
-            block.size += after.size
-            block.after = after.after
-            if after.after is not None:
-                after.after.before = block
+            block = _joined(block, after)
         block.is_free = True
         insort(pool, _entry(block))
 
@@ -179,6 +172,15 @@ class CachingAllocator:
 
 def _entry(block: Block) -> _Free:
     return block.size, block.segment, block.offset, block
+
+
+def _joined(block: Block, after: Block) -> Block:
+    """The block, grown by the one after it."""
+    block.size += after.size
+    block.after = after.after
+    if block.after is not None:
+        block.after.before = block
+    return block
 
 
 def _leave(pool: list[_Free], block: Block) -> None:

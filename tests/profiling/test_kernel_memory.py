@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from benchmarks.predicted_allocated import allocated_peak
 from lightning_remat import InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, trace
 from lightning_remat.measure.allocated_growth import measure_allocated_growth
-from lightning_remat.measure.tensor_bytes import storage_bytes
 
 
 def test_the_allocators_growth_is_counted_and_what_dies_is_not() -> None:
@@ -45,22 +44,6 @@ class Attention(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def allocated_peak(module: nn.Module, x: Tensor) -> int:
-    """Of a step, all that the allocator hands out beside what is there before it."""
-
-    def step() -> None:
-        y = module(x)
-        y.backward(torch.ones_like(y))
-
-    step()  # which learns, and makes what kernels keep
-    module.zero_grad(set_to_none=True)
-    gc.collect()
-    with measure_allocated_growth() as measured:
-        step()
-    module.zero_grad(set_to_none=True)
-    return measured.peak_bytes + storage_bytes([*module.parameters(), *module.buffers(), x])
 
 
 def lowest(graph: object) -> int:
