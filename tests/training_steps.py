@@ -9,23 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.peaks import take_step
 from lightning_remat import measure_peak
-
-LOSS_BYTES = 8
-"""The loss of `step_peak` and its gradient, which are no part of the module's step."""
-
-
-class TakesGradients(torch.autograd.Function):
-    """The loss of a memory test: holds the outputs until their backward, then makes a gradient for each."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*outputs)
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _gradient: Tensor) -> Any:
-        return tuple(torch.ones_like(t) for t in ctx.saved_tensors)
 
 
 def output_tensors(outputs: Any) -> list[Tensor]:
@@ -37,7 +22,7 @@ def step_peak(module: nn.Module, *inputs: Tensor, device: torch.device | None = 
     """Metered peak of one forward and backward, parameter gradients fresh."""
     module.zero_grad(set_to_none=True)
     with measure_peak(device, [module, *inputs]) as measured:
-        TakesGradients.apply(*output_tensors(module(*inputs))).backward()
+        take_step(module, *inputs)
     return measured.peak_bytes
 
 

@@ -15,7 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..measure.meter import tensor_storage
 from ..measure.stopwatch import Stopwatch
+from ..measure.tensor_bytes import logical_bytes
 from ..operations.saved_tensors import Geometry, geometry_of, tensor_in
+from .layouts import is_dense
 
 
 class SavedStore:
@@ -61,15 +63,18 @@ class _Source(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         strides: tuple[int, ...] | None,
+        part: Tensor | None,
         made: list[weakref.ref[torch.UntypedStorage]],
         held: list[Tensor] | None,
     ) -> Tensor:
-        ctx.like, ctx.strides, ctx.made, ctx.held = x.detach(), strides, made, held
+        ctx.like, ctx.strides, ctx.part, ctx.made, ctx.held = x.detach(), strides, part, made, held
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.strides is None:
+        if ctx.part is not None:
+            gradient = ctx.part
+        elif ctx.strides is None:
             gradient = torch.ones_like(ctx.like)
         else:
             gradient = ctx.like.new_empty_strided(ctx.like.size(), ctx.strides).fill_(1)
@@ -79,7 +84,7 @@ class _Source(torch.autograd.Function):
             ctx.made.append(weakref.ref(storage))
         if ctx.held is not None:
             ctx.held.append(gradient)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 class GradientProbe:
@@ -96,6 +101,7 @@ class GradientProbe:
 
     Attributes:
         gradients: For each target, its gradient or None, once run.
+        part_bytes: Of the outputs' gradients that are parts of larger ones, which are there before and stay.
         passed_on: For each target, whether its gradient lives in the memory of the outputs' gradient.
     """
 
@@ -111,8 +117,13 @@ class GradientProbe:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._targets = targets
         self._held: list[Tensor] | None = [] if holds else None
-        with_gradients = enumerate(t for t in outputs if t.requires_grad)
-        sources: list[Tensor] = [_Source.apply(t, strides.get(k), self._made, self._held) for k, t in with_gradients]
+        differentiable = [t for t in outputs if t.requires_grad]
+        parts = [_part(t, strides.get(k)) for k, t in enumerate(differentiable)]
+        self.part_bytes = logical_bytes(part for part in parts if part is not None)
+        sources: list[Tensor] = [
+            _Source.apply(t, strides.get(k), part, self._made, self._held)
+            for k, (t, part) in enumerate(zip(differentiable, parts, strict=True))
+        ]
         self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in sources]
         self._roots = [get_gradient_edge(t) for t in sources]  # unlike the tensors they hold no memory
         self._adding = [(t, t.detach().new_zeros(()).expand(t.shape)) for t in adding]
@@ -134,6 +145,13 @@ class GradientProbe:
         made = [storage for reference in self._made if (storage := reference()) is not None]
         storages = [None if g is None else tensor_storage(g) for g in self.gradients]
         return [any(s is m for m in made) for s in storages]
+
+
+def _part(output: Tensor, strides: tuple[int, ...] | None) -> Tensor | None:
+    """A gradient that has gaps because it is part of a larger one; None for others."""
+    if strides is None or is_dense(part := output.detach().new_empty_strided(output.size(), strides)):
+        return None
+    return part.fill_(1)
 
 
 def _exchange(nothing: Tensor, _gradient: Tensor) -> Tensor:

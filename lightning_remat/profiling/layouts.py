@@ -24,31 +24,33 @@ Layouts = dict[int, dict[int, tuple[int, ...]]]
 """Operation → number of a tensor among those with gradients in its output → strides of that gradient."""
 
 
-def gradient_layouts(traced: TracedModule, values: list[Any]) -> Layouts:
+def gradient_layouts(traced: TracedModule, values: list[Any], *, with_gaps: bool = False) -> Layouts:
     """The strides of the gradients that a step brings to operations in another order than their tensors' own.
 
     Found by a step on fake tensors, where nothing is computed; only made if the forward permutes dimensions, as
-    otherwise no gradient comes permuted. Gradients with gaps or repeated elements are left out: parts of a larger one.
+    otherwise no gradient comes permuted. Gradients with repeated elements are left out.
 
     Args:
         traced: The operations.
         values: Of the placeholders, real or fake.
+        with_gaps: Whether those that are parts of a larger one, of a concatenation, are told, too.
     """
-    if not any(operation.is_permuted for operation in traced.operations):
+    if not with_gaps and not any(operation.is_permuted for operation in traced.operations):
         return {}
     try:
         with ExitStack() as hooks, fake_values(values) as fakes:
-            return _layouts(traced, fakes, hooks)
+            return _layouts(traced, fakes, hooks, with_gaps=with_gaps)
     except Exception as error:  # code that needs values
         logger.info("gradients of %s are taken to lie in order: %s", type(traced.module).__name__, error)
         return {}
 
 
-def _layouts(traced: TracedModule, given: list[Any], hooks: ExitStack) -> Layouts:
+def _layouts(traced: TracedModule, given: list[Any], hooks: ExitStack, *, with_gaps: bool) -> Layouts:
     found: Layouts = {}
 
     def note(n: int, k: int, strides: tuple[int, ...], gradient: Tensor) -> None:
-        if gradient.stride() != strides and _is_dense(gradient):
+        is_told = is_dense(gradient) or (with_gaps and all(gradient.stride()))
+        if gradient.stride() != strides and is_told:
             found.setdefault(n, {})[k] = gradient.stride()
 
     slot_of = slots(traced)
@@ -76,7 +78,7 @@ def _layouts(traced: TracedModule, given: list[Any], hooks: ExitStack) -> Layout
     return found
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):

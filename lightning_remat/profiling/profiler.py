@@ -16,24 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of
-from ..measure.allocated_growth import measure_allocated_growth
+from ..measure.allocated_growth import HostAllocations
 from ..measure.cost_model import CostCounter
 from ..measure.meter import Peak, measure_growth
 from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
-from ..module_state.own_draws import OwnDraws
-from ..operations.contexts import ContextStack, common_contexts
-from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
-from .apart import apart
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, SavedStore, has_several_backwards, seconds_beside
 from .layouts import Layouts, gradient_layouts
+from .single_runs import SingleRuns
 
 
 def profile(
@@ -91,7 +88,9 @@ def profile_call(
         traced: The operations.
         values: Of its placeholders.
         given: The tensors among the arguments of the call.
-        repeats, with_scratch, with_kernels: See `profile`.
+        repeats: See `profile`, as for the others.
+        with_scratch: Whether workspaces include what kernels use beside tensors.
+        with_kernels: Whether they include what kernels allocate inside themselves.
     """
     fake = next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
@@ -99,10 +98,18 @@ def profile_call(
         if fake is not None:
             stack.enter_context(fake.fake_mode)
         stack.enter_context(torch.enable_grad())
-        layouts = gradient_layouts(traced, values)
-        profiler = _Profiler(traced, values, layouts, is_fake=fake is not None, with_scratch=with_scratch)
-        profiler.with_kernels = with_kernels and fake is None and profiler.device.type == "cpu" and not with_scratch
-        if profiler.with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
+        runs = SingleRuns(traced, values, is_fake=fake is not None)
+        device = device_of(runs.given_tensors())
+        # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
+        is_on_host = fake is None and device.type == "cpu"
+        with_scratch &= is_on_host
+        with_kernels &= is_on_host and not with_scratch
+        layouts = gradient_layouts(traced, values, with_gaps=with_kernels)  # which kernels close
+        allocations = stack.enter_context(HostAllocations()) if with_kernels else None
+        profiler = _Profiler(traced, runs, layouts, device, with_scratch=with_scratch, allocations=allocations)
+        if fake is not None:
+            profiler.metered_device = HOST
+        if with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
             for n in range(len(traced.operations)):
                 profiler.measure(n)
             profiler.start_over()
@@ -120,65 +127,47 @@ def profile_call(
 
 
 class _Profiler:
-    """Goes through the operations in order; holds the values that later ones still read."""
+    """Goes through the operations in order and tells what each costs."""
 
     def __init__(
-        self, traced: TracedModule, values: list[Any], layouts: Layouts, *, is_fake: bool, with_scratch: bool
+        self,
+        traced: TracedModule,
+        runs: SingleRuns,
+        layouts: Layouts,
+        device: torch.device,
+        *,
+        with_scratch: bool,
+        allocations: HostAllocations | None,
     ) -> None:
-        self.traced, self.layouts = traced, layouts
+        self.traced, self.runs, self.layouts, self.allocations = traced, runs, layouts, allocations
         self.operations = traced.operations
-        self.slot_of = slots(traced)
-        self.run = [compile_operation(o, self.slot_of, is_first=True) for o in self.operations]
-        self.constants = [(c, compile_constant(c, self.slot_of)) for c in traced.constants]
-        self.given: dict[fx.Node, Any] = {
-            n: apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
-        } | traced.fetched()
+        self.device = self.metered_device = device
+        self.with_scratch = with_scratch
         self.start_over()
-        self.draws = OwnDraws()
-        # Elsewhere the mode would only cost the time that is measured; on fake tensors nothing is drawn.
-        self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
-        tensors = [v for v in self.given.values() if isinstance(v, Tensor)]
-        self.device = device_of(tensors)
-        self.metered_device = HOST if is_fake else self.device
-        # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
-        self.with_scratch = with_scratch and not is_fake and self.device.type == "cpu"
-        self.with_kernels = False
-        self.external = {key for t in tensors if (key := storage_key(t)) is not None}
-        self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
-        self.last_reader: dict[fx.Node, int] = {}
-        for n, operation in enumerate(self.operations):
-            self.last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
-        self.values: dict[fx.Node, Any] = dict(self.given)
-        self.constants_pending = list(self.constants)
-        self.owners = GradientOwners.of(map(self._own_tensors, range(len(self.operations))))
-
-    def _own_tensors(self, n: int) -> list[Tensor]:
-        """Parameters and inputs of the region that operation n reads and that have gradients."""
-        found = {id(v): v for i in self.operations[n].external if isinstance(v := self.given[i], Tensor)}
-        return [t for t in found.values() if t.requires_grad]
+        self.runs.start_over()
+        self.owners = GradientOwners.of(map(self.runs.own_tensors, range(len(self.operations))))
 
     def measure(self, n: int) -> Node:
         """Runs operation n alone and tells what it costs."""
         operation = self.operations[n]
-        self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         counter = CostCounter(self.device)
         with self._growth() as growth, self._counted(counter):
-            values, store = self._run(n, inputs)
+            values, store = self.runs.run(n, inputs)
         leaves = tensors_of(values)
-        self.leaves[n] = [Leaf.of(t) for t in leaves]
-        sources = classify(store.tensors, storage_owners(self.operations, self.leaves, n), self.external)
-        read = self.external | {
-            key for i in operation.inputs for leaf in self.leaves[i] if (key := leaf.key) is not None
+        self.runs.leaves[n] = [Leaf.of(t) for t in leaves]
+        sources = classify(store.tensors, storage_owners(self.operations, self.runs.leaves, n), self.runs.external)
+        read = self.runs.external | {
+            key for i in operation.inputs for leaf in self.runs.leaves[i] if (key := leaf.key) is not None
         }
         tape = [t for t, source in zip(store.tensors, sources, strict=True) if isinstance(source, TapeRef)]
         made_bytes = storage_bytes(leaves, read)
         # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
-        output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.external)
-        tape_bytes = storage_bytes(tape, read | {key for leaf in self.leaves[n] if (key := leaf.key) is not None})
+        output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.runs.external)
+        tape_bytes = storage_bytes(tape, read | {key for leaf in self.runs.leaves[n] if (key := leaf.key) is not None})
         node = Node(
             name=operation.name,
             kind=operation.kind,
@@ -194,25 +183,22 @@ class _Profiler:
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
         )
-        for part, value in zip(operation.outputs, values, strict=True):
-            self.values[part] = detached(value)
         del leaves, tape
         backward_seconds = 0.0
         if node.gradient_bytes:
             node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
-        del values, store
-        self._free(n)
+        self.runs.keep(n, values)
         return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
 
     def _scratch_bytes(self, n: int) -> int:
         """A recomputation writes into copies of the buffers that the first run wrote."""
-        return storage_bytes(self.given[i] for i in self.operations[n].writes)
+        return storage_bytes(self.runs.given[i] for i in self.operations[n].writes)
 
     def _measure_backward(
         self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
     ) -> tuple[Node, float]:
         """The node with the fields that its backward decides, and estimated seconds."""
-        inner, own = self._targets(n, inputs)
+        inner, own = self.runs.made_tensors(inputs), self.runs.own_tensors(n)
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
         has_several = has_several_backwards(tensors_of(values))
@@ -237,6 +223,7 @@ class _Profiler:
         accounted = (node.gradient_bytes or 0) + contributions + parameter_bytes + input_bytes
         adding = [t for t in self.owners.added_to(n, own) if any(t is made for made, _ in here)]
         added_bytes = storage_bytes(g for t, g in here if any(t is a for a in adding))
+        alone = growth.peak_bytes + probe.part_bytes
         del probe, gradients, here
         again = partial(self._growth_again, n, inputs, targets)
         reads_own = bool(node.tape_bytes) or n in node.saved
@@ -249,7 +236,7 @@ class _Profiler:
             parameter_bytes=parameter_bytes,
             input_gradient_bytes=input_bytes,
             shares_gradient=tuple(p for p in dict.fromkeys(producers) if p not in fresh),
-            **costs(again, growth.peak_bytes, accounted),
+            **costs(again, alone, accounted),
         )
         return node, counter.seconds
 
@@ -273,77 +260,35 @@ class _Profiler:
             holds: Whether the gradient of the output does not.
             adding: Targets whose gradients go as soon as they are made, added to what is there.
         """
-        values, store = self._run(n, inputs)
+        values, store = self.runs.run(n, inputs)
         probe = self._probe(n, values, targets, holds=holds, adding=adding)
         if not releases:
             with self._growth() as growth:
                 probe.run()
-            return growth.peak_bytes
-        read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.external
+            return growth.peak_bytes + probe.part_bytes
+        read = {storage_key(t) for v in inputs.values() for t in tensors_of([v])} | self.runs.external
         going = [t for t in store.tensors if storage_key(t) not in read]
+        # An output that the backward does not read ends when the schedule says so, not here.
+        staying = [t for t in tensors_of(values) if all(storage_key(t) != storage_key(g) for g in going)]
         del values
         with self._growth(going) as growth:
             going.clear()
             store.hand_over()
             probe.run()
-        return growth.peak_bytes
+        del staying
+        return growth.peak_bytes + probe.part_bytes
 
     def _probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
         return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
 
     def _counted(self, counter: CostCounter) -> AbstractContextManager[object]:
         """Estimates seconds, where they are not measured later and the mode does not change what autograd does."""
-        return nullcontext() if self.with_kernels else counter
+        return nullcontext() if self.allocations is not None else counter
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
-        if self.with_kernels:
-            return measure_allocated_growth()
+        if self.allocations is not None:
+            return self.allocations.growth()
         return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
-
-    def _targets(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[tuple[Tensor, int]], list[Tensor]]:
-        """Tensors with gradients: those that operations made, with their producer, and parameters and inputs."""
-        inner = [
-            (t, self.traced.producer[i])
-            for i, value in inputs.items()
-            if i in self.traced.producer
-            for t in tensors_of([value])
-            if t.requires_grad
-        ]
-        return inner, self._own_tensors(n)
-
-    def _run(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None = None) -> tuple[list[Any], SavedStore]:
-        store, operation = SavedStore(), self.operations[n]
-        for part in operation.parts:
-            for i in part.all_input_nodes:
-                if i in self.slot_of and i not in inputs and i not in operation.parts:
-                    inputs[i] = self._input(i)
-        values = {self.slot_of[i]: value for i, value in inputs.items()}
-        draws = self.draws if n in self.drawing else nullcontext()
-        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
-            contexts.enter(common_contexts(operation.parts))
-            with watch or nullcontext():
-                made = self.run[n](values)
-        for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
-            self.values[part] = value
-        return list(made[: len(operation.outputs)]), store
-
-    def _input(self, node: fx.Node) -> Any:
-        producer = self.traced.producer.get(node)
-        if producer is None:
-            return self.values[node]
-        value = detached(self.values[node])
-        index = 0
-        for k, part in enumerate(self.operations[producer].outputs):
-            if part is node:
-                break
-            index += len(tensors_of([self._value_shape(producer, k)]))
-        for k, t in enumerate(tensors_of([value])):
-            if self.leaves[producer][index + k].requires_grad:
-                t.requires_grad_()
-        return value
-
-    def _value_shape(self, producer: int, k: int) -> Any:
-        return self.values.get(self.operations[producer].outputs[k])
 
     def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
         """The nodes with the least seconds that each took in some passes over all of them."""
@@ -359,40 +304,19 @@ class _Profiler:
 
     def _time(self, n: int, beside: float) -> tuple[float, float]:
         """Seconds of one forward and one backward of operation n, less what any backward takes beside."""
-        self._note_constants()
         inputs: dict[fx.Node, Any] = {}
         watch = Stopwatch(self.device)
-        values, store = self._run(n, inputs, watch)
+        values, store = self.runs.run(n, inputs, watch)
         forward_seconds, backward_seconds = watch.seconds, 0.0
         if any(t.requires_grad for t in tensors_of(values)):
-            inner, own = self._targets(n, inputs)
+            inner, own = self.runs.made_tensors(inputs), self.runs.own_tensors(n)
             probe = self._probe(n, values, [t for t, _ in inner] + own)
             store.hand_over()
             with watch:
                 probe.run()
             backward_seconds = max(0.0, watch.seconds - beside)
-        for part, value in zip(self.operations[n].outputs, values, strict=True):
-            self.values[part] = detached(value)
-        self._free(n)
+        self.runs.keep(n, values)
         return forward_seconds, backward_seconds
-
-    def _note_constants(self) -> None:
-        """Evaluates the shapes that have become known."""
-        waiting: list[tuple[fx.Node, Run]] = []
-        for constant, run in self.constants_pending:
-            if all(i in self.values for i in constant.all_input_nodes):
-                (self.values[constant],) = run({self.slot_of[i]: self.values[i] for i in constant.all_input_nodes})
-            else:
-                waiting.append((constant, run))
-        self.constants_pending = waiting
-
-    def _free(self, n: int) -> None:
-        """Drops the values that nobody reads any more."""
-        self._note_constants()
-        pending = {i for constant, _ in self.constants_pending for i in constant.all_input_nodes}
-        for node in [i for i in self.values if i in self.traced.producer]:
-            if self.last_reader.get(node, -1) <= n and node not in pending:
-                del self.values[node]
 
 
 _TIMING_SECONDS = 10.0  # after which no further pass over the operations begins

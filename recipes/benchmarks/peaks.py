@@ -19,11 +19,11 @@ from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize, 
 from lightning_remat.budget import format_bytes
 
 LOSS_BYTES = 8
-"""What the loss of `measured_peak` takes, which is in no plan: a number and its gradient."""
+"""What the loss of `take_step` takes, which is in no plan: a number and its gradient."""
 
 
-class _TakesGradients(torch.autograd.Function):
-    """A loss that holds the outputs until their backward and then makes a gradient for each."""
+class TakesGradients(torch.autograd.Function):
+    """A loss that holds the outputs until its backward, and then makes a gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -35,15 +35,20 @@ class _TakesGradients(torch.autograd.Function):
         return tuple(torch.ones_like(t) for t in ctx.saved_tensors)
 
 
+def take_step(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """A forward and a backward in which nobody but the loss holds outputs."""
+    outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+    loss = TakesGradients.apply(*outputs)
+    del outputs
+    loss.backward()
+
+
 def measured_peak(module: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Peak of one forward and backward, by the meter."""
     module.zero_grad(set_to_none=True)
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     with measure_peak(include=[module, *inputs]) as measured:
-        outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        loss = _TakesGradients.apply(*outputs)
-        del outputs
-        loss.backward()
+        take_step(module, *args, **kwargs)
     return measured.peak_bytes
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from benchmarks.peaks import take_step
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, simulate, trace
 from lightning_remat.budget import format_bytes
 from lightning_remat.measure.allocated_growth import measure_allocated_growth
@@ -39,16 +40,11 @@ HEADS = ("network", "budget", "allocated", "predicted", "difference", "without k
 
 def allocated_peak(module: nn.Module, x: Tensor) -> int:
     """Of a step, everything counted."""
-
-    def step() -> None:
-        y = module(x)
-        y.backward(torch.ones_like(y))
-
-    step()  # which learns, and makes what kernels keep
+    take_step(module, x)  # which learns, and makes what kernels keep
     module.zero_grad(set_to_none=True)
     gc.collect()
     with measure_allocated_growth() as measured:
-        step()
+        take_step(module, x)
     module.zero_grad(set_to_none=True)
     return measured.peak_bytes + storage_bytes([*module.parameters(), *module.buffers(), x])
 

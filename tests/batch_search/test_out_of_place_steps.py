@@ -11,8 +11,9 @@ import pytest
 import torch
 from remat_runs import Classifier, run, seeded
 from torch import Tensor, nn
-from training_steps import LOSS_BYTES, assert_equal_traces, step_peak, traces
+from training_steps import assert_equal_traces, step_peak, traces
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import (
     PLANNERS,
     InfeasibleBudgetError,

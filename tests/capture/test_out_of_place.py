@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from training_steps import LOSS_BYTES, assert_equal_traces, step_peak, traces
+from training_steps import assert_equal_traces, step_peak, traces
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import (
     PLANNERS,
     Graph,

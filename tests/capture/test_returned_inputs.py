@@ -6,8 +6,9 @@ import pytest
 import torch
 from rewriting import assert_equal_steps, rewrite
 from torch import Tensor, nn
-from training_steps import LOSS_BYTES, step_peak
+from training_steps import step_peak
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import profile, simulate, trace
 from lightning_remat.lowering import lower_kept
 

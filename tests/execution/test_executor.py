@@ -12,8 +12,9 @@ from random_modules import modules
 from rewriting import counted_runs, rewrite
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_steps import LOSS_BYTES, assert_equal_traces, step_peak, traces
+from training_steps import assert_equal_traces, step_peak, traces
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import ScheduleError, is_recomputing, profile, simulate, trace
 from lightning_remat.execution import executor as executor_module
 from lightning_remat.execution.program import compile_schedule

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchvision import models
-from training_steps import LOSS_BYTES, step_peak
+from training_steps import step_peak
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import (
     PLANNERS,
     Graph,

@@ -5,8 +5,9 @@ import torch
 from rewriting import rewrite
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from training_steps import LOSS_BYTES, step_peak
+from training_steps import step_peak
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import profile, simulate, trace
 from lightning_remat.capture.tracer import capture_call
 from lightning_remat.lowering import lower_kept

@@ -66,8 +66,9 @@ def test_predicted_is_allocated(make: Callable[[], nn.Module], shape: tuple[int,
         if one is not plain:
             rematerialize(module, x, plan=one)
         allocated = allocated_peak(module, x)
-        # What a backward frees on its way was allocated before it, of which the allocator tells nothing: too high.
-        assert 0.9 * one.peak_bytes <= allocated <= 1.01 * one.peak_bytes
+        # Before and after each operation that draws, its generator's state is kept for the recomputation.
+        states = 0 if one is plain else 2 * torch.get_rng_state().nbytes * sum(n.is_random for n in graph.nodes)
+        assert allocated - states == pytest.approx(one.peak_bytes, rel=0.01)
         restore(module)
 
 

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
-from training_steps import LOSS_BYTES, step_peak
+from training_steps import step_peak
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import InfeasibleBudgetError, Plan, rematerialize, restore
 from lightning_remat.regions import whole
 from lightning_remat.regions.step_run import run_backward, step_outcome

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from training_steps import LOSS_BYTES, TakesGradients, output_tensors
+from torch import nn
 
-from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize
+from benchmarks.peaks import LOSS_BYTES, measured_peak
+from lightning_remat import InfeasibleBudgetError, rematerialize
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,13 +73,6 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def peak_of(module: nn.Module, kwargs: dict[str, Any]) -> int:
-    module.zero_grad()
-    with measure_peak(include=[module, *(t for t in kwargs.values() if isinstance(t, Tensor))]) as measured:
-        TakesGradients.apply(*output_tensors(module(**kwargs))).backward()
-    return measured.peak_bytes - LOSS_BYTES
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_at_exactly_the_least_budget_a_model_is_planned(name: str) -> None:
     torch.manual_seed(0)
@@ -89,5 +82,5 @@ def test_at_exactly_the_least_budget_a_model_is_planned(name: str) -> None:
     least = int(caught.value.minimum_bytes)
     plan = rematerialize(module, memory_budget=least, planner="periodic", **kwargs)
     assert plan.num_recomputed
-    assert peak_of(module, kwargs) == pytest.approx(plan.peak_bytes, rel=0.01)
-    assert peak_of(module, kwargs) <= least
+    assert measured_peak(module, **kwargs) - LOSS_BYTES == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert measured_peak(module, **kwargs) - LOSS_BYTES <= least

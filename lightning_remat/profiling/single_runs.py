@@ -1,0 +1,130 @@
+"""Runs the operations of a traced module one by one, each on inputs that end its own graph of gradients."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..measure.stopwatch import Stopwatch
+from ..module_state.own_draws import OwnDraws
+from ..operations.contexts import ContextStack, common_contexts
+from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
+from ..operations.operation import TracedModule
+from ..operations.saved_tensors import Leaf, storage_key, tensors_of
+from .apart import apart
+from .gradient_probe import SavedStore
+
+
+class SingleRuns:
+    """Goes through the operations in order; holds the values that later ones still read.
+
+    Args:
+        traced: The operations.
+        values: Of its placeholders.
+        is_fake: Whether these are fake: nothing is drawn then.
+
+    Attributes:
+        external: Storages of what comes in from outside.
+        leaves: Of each operation that has run, what its tensors are.
+    """
+
+    def __init__(self, traced: TracedModule, values: list[Any], *, is_fake: bool) -> None:
+        self.traced, self.operations = traced, traced.operations
+        self._slot_of = slots(traced)
+        self._runs = [compile_operation(o, self._slot_of, is_first=True) for o in self.operations]
+        self._constants = [(c, compile_constant(c, self._slot_of)) for c in traced.constants]
+        self.given: dict[fx.Node, Any] = {
+            n: apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
+        } | traced.fetched()
+        self._draws = OwnDraws()
+        # Elsewhere the mode would only cost the time that is measured.
+        self._drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
+        self.external = {key for t in self.given_tensors() if (key := storage_key(t)) is not None}
+        self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
+        self._last_reader: dict[fx.Node, int] = {}
+        for n, operation in enumerate(self.operations):
+            self._last_reader |= dict.fromkeys((i for part in operation.parts for i in part.all_input_nodes), n)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Back to the inputs, before the first operation."""
+        self._values: dict[fx.Node, Any] = dict(self.given)
+        self._pending = list(self._constants)
+        self._note_constants()
+
+    def given_tensors(self) -> list[Tensor]:
+        """What comes in from outside."""
+        return [v for v in self.given.values() if isinstance(v, Tensor)]
+
+    def run(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None = None) -> tuple[list[Any], SavedStore]:
+        """The outputs of operation n and what autograd saved; the values that it read are added to `inputs`."""
+        store, operation = SavedStore(), self.operations[n]
+        for part in operation.parts:
+            for i in part.all_input_nodes:
+                if i in self._slot_of and i not in inputs and i not in operation.parts:
+                    inputs[i] = self._input(i)
+        values = {self._slot_of[i]: value for i, value in inputs.items()}
+        draws = self._draws if n in self._drawing else nullcontext()
+        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
+            contexts.enter(common_contexts(operation.parts))
+            with watch or nullcontext():
+                made = self._runs[n](values)
+        for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
+            self._values[part] = value
+        return list(made[: len(operation.outputs)]), store
+
+    def keep(self, n: int, values: list[Any]) -> None:
+        """Operation n has run, with these outputs: what nobody reads any more goes."""
+        for part, value in zip(self.operations[n].outputs, values, strict=True):
+            self._values[part] = detached(value)
+        self._note_constants()
+        pending = {i for constant, _ in self._pending for i in constant.all_input_nodes}
+        for node in [i for i in self._values if i in self.traced.producer]:
+            if self._last_reader.get(node, -1) <= n and node not in pending:
+                del self._values[node]
+
+    def own_tensors(self, n: int) -> list[Tensor]:
+        """Parameters and inputs of the region that operation n reads and that have gradients."""
+        found = {id(v): v for i in self.operations[n].external if isinstance(v := self.given[i], Tensor)}
+        return [t for t in found.values() if t.requires_grad]
+
+    def made_tensors(self, inputs: dict[fx.Node, Any]) -> list[tuple[Tensor, int]]:
+        """Tensors with gradients that other operations made, among the inputs of one, with their producers."""
+        return [
+            (t, self.traced.producer[i])
+            for i, value in inputs.items()
+            if i in self.traced.producer
+            for t in tensors_of([value])
+            if t.requires_grad
+        ]
+
+    def _input(self, node: fx.Node) -> Any:
+        producer = self.traced.producer.get(node)
+        if producer is None:
+            return self._values[node]
+        value = detached(self._values[node])
+        index = 0
+        for k, part in enumerate(self.operations[producer].outputs):
+            if part is node:
+                break
+            index += len(tensors_of([self._value_shape(producer, k)]))
+        for k, t in enumerate(tensors_of([value])):
+            if self.leaves[producer][index + k].requires_grad:
+                t.requires_grad_()
+        return value
+
+    def _value_shape(self, producer: int, k: int) -> Any:
+        return self._values.get(self.operations[producer].outputs[k])
+
+    def _note_constants(self) -> None:
+        """Evaluates the shapes that have become known."""
+        waiting: list[tuple[fx.Node, Run]] = []
+        for constant, run in self._pending:
+            if all(i in self._values for i in constant.all_input_nodes):
+                (self._values[constant],) = run({self._slot_of[i]: self._values[i] for i in constant.all_input_nodes})
+            else:
+                waiting.append((constant, run))
+        self._pending = waiting
