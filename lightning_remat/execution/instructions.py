@@ -148,7 +148,7 @@ def instructions_of(
                 into.append((Do.RUN, n))
                 into += [(Do.COMPUTE, c) for c in after.get(n, ())]
         elif kind == "T":
-            into.append((Do.DROP_TAPE, n))
+            into += [(Do.DROP_TAPE, n)] if n in hooked else []  # others hold their tapes themselves
         elif order.revived and position < order.split:
             into.append((Do.SLEEP, n))
         into += [(Do.DROP, j) for j in drops.get(position, ())]

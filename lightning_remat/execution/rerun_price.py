@@ -16,7 +16,10 @@ from ..profiling.profiler import profile_call
 from .forward import run_forward
 from .program import Program, compile_schedule
 
-_DEPTH, _WIDTH = 16, 4
+_DEPTH, _WIDTH = 128, 16
+_APART = 16
+"""Operations between two recomputations: after one another they find the processor's caches warm, as in no step."""
+
 _ROUNDS = 15
 
 
@@ -24,15 +27,15 @@ _ROUNDS = 15
 def rerun_price() -> float:
     """Processor time of the launching thread for one recomputation, that of the operation itself left out.
 
-    A chain of operations on tiny tensors is run with every second operation recomputed, in turn with all kept. What
-    differs is the work of the executor, which is the host's whatever the device.
+    A chain of operations on tiny tensors is run with some operations recomputed, in turn with all kept. What differs is
+    the work of the executor, which is the host's whatever the device.
     """
     values = [torch.ones(_WIDTH, _WIDTH, requires_grad=True) for _ in range(_DEPTH + 1)]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_chain()), values, values)
     assert traced is not None
     graph = profile_call(traced, values, values, repeats=2)
     count = len(graph.nodes)
-    again = list(range(1, count - 1, 2))
+    again = list(range(1, count - 1, _APART))
     programs = [
         compile_schedule(traced, lower_kept(graph, keep), graph)
         for keep in (range(count), set(range(count)) - set(again))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..measure.meter import tensor_storage
-from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes
 from ..operations.saved_tensors import Geometry, geometry_of, tensor_in
 from .layouts import is_dense
@@ -165,13 +163,7 @@ def has_several_backwards(outputs: Iterable[Tensor]) -> bool:
     return any(below.next_functions for f in functions for below, _ in f.next_functions if below is not None)
 
 
-def seconds_beside(device: torch.device) -> float:
-    """What a probe takes beside the backward that it runs: that of a view of one number."""
-    watch, best = Stopwatch(device), math.inf
-    for _ in range(10):
-        x = torch.zeros((), device=device, requires_grad=True)
-        probe = GradientProbe([x.view_as(x)], [x])
-        with watch:
-            probe.run()
-        best = min(best, watch.seconds)
-    return best
+def empty_probe(device: torch.device) -> GradientProbe:
+    """A probe that takes what any takes beside the backward that it runs: that of a view of one number."""
+    x = torch.zeros((), device=device, requires_grad=True)
+    return GradientProbe([x.view_as(x)], [x])

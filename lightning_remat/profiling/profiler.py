@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,7 +29,7 @@ from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, stora
 from ..schedules.graph import Graph, Node
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
-from .gradient_probe import GradientProbe, SavedStore, has_several_backwards, seconds_beside
+from .gradient_probe import GradientProbe, SavedStore, empty_probe, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
 
@@ -291,32 +292,46 @@ class _Profiler:
         return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
 
     def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
-        """The nodes with the least seconds that each took in some passes over all of them."""
-        best, beside = [(math.inf, math.inf)] * len(nodes), seconds_beside(self.device)
+        """The nodes with the least seconds that each took in some passes over all of them.
+
+        Forwards and backwards have passes of their own: after one another they find the processor's caches cold.
+        """
+        forward = [math.inf] * len(nodes)
+        backward = [(math.inf, math.inf)] * len(nodes)
         start = time.perf_counter()
         for k in range(repeats):
             if k and time.perf_counter() - start > _TIMING_SECONDS:
                 break
             self.start_over()
-            seconds = [self._time(n, beside) for n in range(len(nodes))]
-            best = [(min(f, g), min(b, c)) for (f, b), (g, c) in zip(best, seconds, strict=True)]
-        return tuple(replace(n, forward_seconds=f, backward_seconds=b) for n, (f, b) in zip(nodes, best, strict=True))
+            forward = [min(known, self._time_forward(n)) for n, known in enumerate(forward)]
+            self.start_over()
+            backward = [tuple(map(min, known, self._time_backward(n))) for n, known in enumerate(backward)]
+        beside = statistics.median(empty for _, empty in backward)
+        return tuple(
+            replace(node, forward_seconds=f, backward_seconds=max(0.0, b - beside))
+            for node, f, (b, _) in zip(nodes, forward, backward, strict=True)
+        )
 
-    def _time(self, n: int, beside: float) -> tuple[float, float]:
-        """Seconds of one forward and one backward of operation n, less what any backward takes beside."""
-        inputs: dict[fx.Node, Any] = {}
+    def _time_forward(self, n: int) -> float:
         watch = Stopwatch(self.device)
-        values, store = self.runs.run(n, inputs, watch)
-        forward_seconds, backward_seconds = watch.seconds, 0.0
+        self.runs.keep(n, self.runs.run_timed(n, {}, watch))
+        return watch.seconds
+
+    def _time_backward(self, n: int) -> tuple[float, float]:
+        """Seconds of a backward of operation n, and of one of nothing there."""
+        inputs: dict[fx.Node, Any] = {}
+        watch, beside = Stopwatch(self.device), Stopwatch(self.device)
+        values = self.runs.run_timed(n, inputs, None)
+        probe = empty_probe(self.device)
+        with beside:
+            probe.run()
         if any(t.requires_grad for t in tensors_of(values)):
             inner, own = self.runs.made_tensors(inputs), self.runs.own_tensors(n)
             probe = self._probe(n, values, [t for t, _ in inner] + own)
-            store.hand_over()
             with watch:
                 probe.run()
-            backward_seconds = max(0.0, watch.seconds - beside)
         self.runs.keep(n, values)
-        return forward_seconds, backward_seconds
+        return watch.seconds, beside.seconds
 
 
 _TIMING_SECONDS = 10.0  # after which no further pass over the operations begins

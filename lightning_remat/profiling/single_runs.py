@@ -59,22 +59,27 @@ class SingleRuns:
         """What comes in from outside."""
         return [v for v in self.given.values() if isinstance(v, Tensor)]
 
-    def run(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None = None) -> tuple[list[Any], SavedStore]:
+    def run(self, n: int, inputs: dict[fx.Node, Any]) -> tuple[list[Any], SavedStore]:
         """The outputs of operation n and what autograd saved; the values that it read are added to `inputs`."""
-        store, operation = SavedStore(), self.operations[n]
+        store = SavedStore()
+        with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+            return self.run_timed(n, inputs, None), store
+
+    def run_timed(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None) -> list[Any]:
+        """The outputs of operation n alone; what autograd saves it keeps by itself."""
+        operation = self.operations[n]
         for part in operation.parts:
             for i in part.all_input_nodes:
                 if i in self._slot_of and i not in inputs and i not in operation.parts:
                     inputs[i] = self._input(i)
         values = {self._slot_of[i]: value for i, value in inputs.items()}
-        draws = self._draws if n in self._drawing else nullcontext()
-        with ContextStack() as contexts, torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack), draws:
+        with ContextStack() as contexts, self._draws if n in self._drawing else nullcontext():
             contexts.enter(common_contexts(operation.parts))
             with watch or nullcontext():
                 made = self._runs[n](values)
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
             self._values[part] = value
-        return list(made[: len(operation.outputs)]), store
+        return list(made[: len(operation.outputs)])
 
     def keep(self, n: int, values: list[Any]) -> None:
         """Operation n has run, with these outputs: what nobody reads any more goes."""
