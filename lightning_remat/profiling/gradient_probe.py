@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..measure.meter import tensor_storage
 from ..measure.tensor_bytes import logical_bytes
 from ..operations.saved_tensors import Geometry, geometry_of, tensor_in
+from .accumulation import copied_as_accumulated
 from .layouts import is_dense
 
 
@@ -94,8 +95,9 @@ class GradientProbe:
         holds: Whether the outputs' gradients stay until the probe dies, as those do that others hold too.
         strides: Those of the outputs' gradients that do not lie in memory as the outputs do, by the number of the
             output among those with gradients.
-        adding: Targets whose gradients go as soon as they are made, as those of parameters that are added to what
-            the backward of another operation made.
+        leaves: Those of the targets of which the step adds the gradients to `.grad`.
+        adding: Those of them whose gradients go as soon as they are made, added to what the backward of another
+            operation made.
 
     Attributes:
         gradients: For each target, its gradient or None, once run.
@@ -110,6 +112,7 @@ class GradientProbe:
         *,
         holds: bool = False,
         strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        leaves: Iterable[Tensor] = (),
         adding: Collection[Tensor] = (),
     ) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -124,6 +127,7 @@ class GradientProbe:
         ]
         self._seeds = [t.detach().new_zeros(()).expand(t.shape) for t in sources]
         self._roots = [get_gradient_edge(t) for t in sources]  # unlike the tensors they hold no memory
+        self._leaves = [t for t in leaves if all(t is not other for other in adding)]
         self._adding = [(t, t.detach().new_zeros(()).expand(t.shape)) for t in adding]
         self.gradients: list[Tensor | None] = []
 
@@ -131,7 +135,8 @@ class GradientProbe:
         """Runs the backward, once."""
         handles: list[Any] = [cast(Any, t).register_hook(partial(_exchange, nothing)) for t, nothing in self._adding]
         try:
-            found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+            with copied_as_accumulated(self._leaves):
+                found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()

@@ -203,7 +203,7 @@ class _Profiler:
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
         has_several = has_several_backwards(tensors_of(values))
-        probe = self._probe(n, values, targets)
+        probe = self._probe(n, values, targets, leaves=own)
         counter = CostCounter(self.device)
         with self._growth() as growth, self._counted(counter):
             probe.run()
@@ -262,7 +262,8 @@ class _Profiler:
             adding: Targets whose gradients go as soon as they are made, added to what is there.
         """
         values, store = self.runs.run(n, inputs)
-        probe = self._probe(n, values, targets, holds=holds, adding=adding)
+        leaves = self.runs.own_tensors(n)
+        probe = self._probe(n, values, targets, holds=holds, leaves=leaves, adding=adding)
         if not releases:
             with self._growth() as growth:
                 probe.run()

@@ -18,6 +18,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import preserved_random, record
 from ..module_state.sharding import has_units, settle, settled
+from ..profiling.accumulation import copied_as_accumulated
 from .calls import detached
 from .footprint import storage_bytes
 
@@ -85,7 +86,8 @@ def run_backward(
     outputs.clear()
     seed = torch.ones_like(loss)
     if not is_sharded and not _refuses_grad(loss):
-        return torch.autograd.grad(loss, targets, seed, allow_unused=True)  # pyright: ignore[reportArgumentType]
+        with copied_as_accumulated(targets):
+            return torch.autograd.grad(loss, targets, seed, allow_unused=True)  # pyright: ignore[reportArgumentType]
     for t in targets:
         t.grad = None
     with nullcontext() if is_sharded else _without_accumulation_hooks(targets):

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training_steps import step_peak
 
 from benchmarks.peaks import LOSS_BYTES
-from lightning_remat import profile, simulate, trace
+from lightning_remat import plan, profile, rematerialize, simulate, trace
 from lightning_remat.capture.tracer import capture_call
 from lightning_remat.lowering import lower_kept
 from lightning_remat.profiling.layouts import gradient_layouts
@@ -69,3 +69,28 @@ def test_nothing_is_run_where_nothing_is_permuted(monkeypatch: pytest.MonkeyPatc
     module, x = nn.Sequential(nn.Linear(6, 6), nn.Flatten(0), nn.Tanh()), torch.randn(2, 6)
     monkeypatch.setattr("lightning_remat.profiling.layouts.fake_values", None)
     assert gradient_layouts(*capture_call(module, (x,), {})) == {}
+
+
+class ChannelsLast(nn.Module):
+    """The weight's gradient comes with the channels last; PyTorch copies it into the weight's own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(16), nn.Conv2d(16, 64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.norm(x).permute(0, 3, 1, 2))
+
+
+def test_a_gradient_that_is_copied_into_its_parameters_order_counts_twice() -> None:
+    module, x = ChannelsLast(), torch.randn(1, 4, 4, 16)
+    graph = profile(trace(module, x), x, repeats=1)
+    plain = plan(graph, 1 << 62, "keep_all")
+    measured = step_peak(module, x) - LOSS_BYTES
+    # PyTorch lets go of the output, and of what a backward has read, before that.
+    assert measured <= plain.peak_bytes <= measured + module(x).nbytes + x.nbytes
+    weight_bytes = module.conv.weight.nbytes
+    assert graph.nodes[-1].parameter_bytes == weight_bytes + module.conv.bias.nbytes  # pyright: ignore
+    assert measured > 3 * weight_bytes
+    made = rematerialize(module, x, memory_budget=plain.peak_bytes, planner="periodic")
+    assert made.plain.peak_bytes == measured
