@@ -56,11 +56,9 @@ class Plan:
 
     def corrected(self, excess_bytes: int) -> Plan:
         """The same plan, its prediction corrected by what an executed step needed beyond it."""
-        memory = tuple(alive + excess_bytes for alive in self.simulation.memory_bytes)
-        peak = self.simulation.peak_bytes + excess_bytes
         return replace(
             self,
-            simulation=replace(self.simulation, peak_bytes=peak, memory_bytes=memory),
+            simulation=self.simulation.corrected(excess_bytes),
             correction_bytes=self.correction_bytes + excess_bytes,
         )
 
