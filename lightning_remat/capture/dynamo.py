@@ -18,11 +18,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import config
+from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
+from ..operations.module_hooks import replace_module_hooks
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -109,12 +110,13 @@ class CompiledForward:
         function: That function.
         is_whole: Whether it must be one graph.
         is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
+        has_hooks: Whether submodules have backward hooks, which must then be captured; they divide a forward otherwise.
     """
 
     def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True, num_modules: int = 1) -> None:
         self.function, self.is_whole = forward, is_whole
         self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules}
-        self.is_exhausted = False
+        self.is_exhausted = self.has_hooks = False
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
@@ -124,6 +126,9 @@ class CompiledForward:
         self._compiled: Callable[..., Any] = compiled
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
+        if self.has_hooks:
+            replace_module_hooks(module.graph)
+            module.recompile()
         return partial(self._called, CapturedGraph(module))
 
     def _called(self, graph: CapturedGraph, *values: Any) -> Any:
@@ -140,7 +145,7 @@ class CompiledForward:
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             # Of this thread; TorchDynamo may have to capture anew.
-            with config.patch(self._settings | {_IGNORED: _ignored_functions()}):
+            with config.patch(self._settings | {_IGNORED: _ignored_functions()}), _hooks_captured(self.has_hooks):
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -171,6 +176,17 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
+@contextmanager
+def _hooks_captured(is_wanted: bool) -> Generator[None]:
+    """Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them."""
+    before = compiled_autograd.compiled_autograd_enabled
+    compiled_autograd.compiled_autograd_enabled = before or is_wanted
+    try:
+        yield
+    finally:
+        compiled_autograd.compiled_autograd_enabled = before
+
+
 def _ignored_functions() -> set[Callable[..., Any]]:
     """What libraries add to loggers to say something once: such a line is left out, where others divide a forward.
 
@@ -193,6 +209,8 @@ def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
+    inside = cast("Iterable[Any]", (m for m in module.modules() if m is not module))
+    known.has_hooks = is_whole and any(m._backward_hooks or m._backward_pre_hooks for m in inside)
     return known
 
 

@@ -26,6 +26,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
+from ..operations.module_hooks import silent
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
@@ -93,7 +94,7 @@ def profile_call(
         given: The tensors among the arguments of the call.
         repeats, with_scratch, with_kernels: See `profile`.
     """
-    fake = next((t for t in values if isinstance(t, FakeTensor)), None)
+    values, fake = [silent(v) for v in values], next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         stack.enter_context(casts_apart())
         if fake is not None:

@@ -323,7 +323,9 @@ def test_the_plain_step_is_not_run_where_it_would_not_fit(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("message", ["CUDA out of memory", "another error"])
-def test_a_plain_step_that_runs_out_of_memory_leaves_a_prediction(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_step_that_runs_out_of_memory_leaves_a_prediction(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weighs = _Weighs(1.0)
 
     def fails_at_first(module: nn.Module, *args: Any, **how: Any) -> int:
