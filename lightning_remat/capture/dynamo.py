@@ -24,6 +24,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
+from .as_in_eager import as_in_eager
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -145,7 +146,8 @@ class CompiledForward:
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             # Of this thread; TorchDynamo may have to capture anew.
-            with config.patch(self._settings | {_IGNORED: _ignored_functions()}), _hooks_captured(self.has_hooks):
+            settings = self._settings | {_IGNORED: _ignored_functions()}
+            with config.patch(settings), as_in_eager(), _hooks_captured(self.has_hooks):
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
