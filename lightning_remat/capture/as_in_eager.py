@@ -45,14 +45,22 @@ _QUESTIONS: tuple[Any, ...] = (
 _here = threading.local()
 
 
+NOTES_FOR_COMPILERS: tuple[Any, ...] = (torch._dynamo.mark_static_address,)
+"""What only code that is not compiled calls, to tell a compiler something: nothing to compute, so it is left out."""
+
+
 @contextmanager
 def as_in_eager() -> Generator[None]:
     """What this thread captures inside is answered so."""
     before, _here.is_hidden = getattr(_here, "is_hidden", False), True
+    for note in NOTES_FOR_COMPILERS:
+        note._dynamo_forbidden = False  # else TorchDynamo fails where it meets one
     try:
         yield
     finally:
         _here.is_hidden = before
+        for note in NOTES_FOR_COMPILERS:
+            note._dynamo_forbidden = not before
 
 
 def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,15 +71,30 @@ def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **
 
 
 def _may_compute(frame: Any) -> bool:
-    """Whether the function that asks has tensors or modules at hand; where it takes nothing, the one that calls it."""
+    """Whether the function that asks has tensors or modules at hand; where it is given nothing, the one that calls it.
+
+    Args:
+        frame: TorchDynamo's, of the function.
+    """
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _TOLD_THE_TRUTH:
             return False
-        code = frame.f_code
-        if code.co_argcount or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        names = inspect.getargs(frame.f_code)
+        given = [frame.symbolic_locals.get(name) for name in (*names.args, names.varargs, names.varkw)]
+        if any(not _is_nothing(value) for value in given):
             return _has_tensors_or_modules(frame.symbolic_locals.values())
         frame = getattr(frame, "parent", None)
     return True
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether an argument is absent, None or an empty container."""
+    if value is None:
+        return True
+    if isinstance(value, LazyVariableTracker) and not value.is_realized():
+        return value.peek_value() is None
+    value = value.unwrap()
+    return (isinstance(value, ConstantVariable) and value.value is None) or vars(value).get("items") in ([], (), {})
 
 
 def _has_tensors_or_modules(values: Iterable[Any]) -> bool:

@@ -24,7 +24,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from .as_in_eager import as_in_eager
+from .as_in_eager import NOTES_FOR_COMPILERS, as_in_eager
 
 # Of TorchDynamo's own names only these few are used, all of them here.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -42,7 +42,6 @@ _SETTINGS: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
-    "suppress_errors": False,
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
 }
 
@@ -116,7 +115,8 @@ class CompiledForward:
 
     def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True, num_modules: int = 1) -> None:
         self.function, self.is_whole = forward, is_whole
-        self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules}
+        # What TorchDynamo itself fails at runs as it is, too, where there may be several graphs.
+        self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules, "suppress_errors": not is_whole}
         self.is_exhausted = self.has_hooks = False
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
@@ -194,7 +194,8 @@ def _ignored_functions() -> set[Callable[..., Any]]:
 
     transformers has one in the loss of each model whose configuration names none.
     """
-    return {f for name, f in vars(logging.Logger).items() if name.endswith("_once")} | getattr(config, _IGNORED)
+    once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    return {*once, *NOTES_FOR_COMPILERS, *getattr(config, _IGNORED)}
 
 
 _IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11

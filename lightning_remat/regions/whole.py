@@ -11,13 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import out_of_place
-from ..devices import device_of, empty_cache
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, current_plan, forced, install, restore
 from ..lowering import lower_kept
-from ..measure.device_memory import device_memory
-from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.nesting import flatten, tensors_in
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
@@ -27,7 +24,7 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
 from .profiles import known_profile
-from .step_run import infeasible_as_run, step_peak
+from .step_run import infeasible_as_run, plain_step_peak, step_peak
 
 logger = logging.getLogger("lightning_remat")
 
@@ -121,26 +118,12 @@ class _Whole:
         return known_profile(self.traced, leaves, {}, lambda: profile(self.traced, *self.args, **self.kwargs))
 
     def plain(self, graph: Graph) -> Simulation:
-        """The step without a plan: run once, where it is predicted to fit on the device, and measured.
-
-        What the forward's locals hold to its end, and which of its outputs a caller can see, no graph tells.
-        """
+        """The step without a plan, run once where it can be."""
         predicted = simulate(graph, lower_kept(graph, range(len(graph.nodes))), holds_outputs=False)
-        device = device_of([*tensors_in((self.args, self.kwargs)), *self.module.parameters()])
-        if not self.can_run or predicted.peak_bytes - graph.static_bytes > device_memory(device).free_bytes:
+        if not self.can_run:
             return predicted
-        try:
-            measured = self._measured_peak()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            empty_cache(device)
-            logger.info("%s: the plain peak is predicted, its step does not fit", type(self.module).__name__)
-            return predicted
-        return predicted.corrected(measured - predicted.peak_bytes)
-
-    def _measured_peak(self) -> int:
-        return retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
+        peak = plain_step_peak(self.module, self.args, self.kwargs, predicted.peak_bytes, is_module_alone=True)
+        return predicted if peak is None else predicted.corrected(peak - predicted.peak_bytes)
 
     def fitted(self, graph: Graph, budget_bytes: int, plain: Simulation) -> Plan:
         """The plan by which the executed step stays within the budget, installed.
@@ -202,6 +185,7 @@ class _Whole:
         if not is_installed:  # what runs is the plain step
             made = plan.corrected(plain.peak_bytes - plan.peak_bytes)
             return replace(made, plain=made.simulation)
-        made = replace(plan.corrected(self._measured_peak() - plan.peak_bytes), plain=plain)
+        measured = retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
+        made = replace(plan.corrected(measured - plan.peak_bytes), plain=plain)
         forced(self.module, program, made, self.planner)
         return made

@@ -23,7 +23,7 @@ from training_steps import LOSS_BYTES, step_peak
 from lightning_remat import InfeasibleBudgetError, Plan, rematerialize, restore
 from lightning_remat.execution.rewriter import current_plan
 from lightning_remat.measure.device_memory import DeviceMemory
-from lightning_remat.regions import whole
+from lightning_remat.regions import step_run, whole
 from lightning_remat.regions.step_run import run_backward, step_outcome
 
 X = torch.randn(256, 32)
@@ -263,6 +263,26 @@ def test_the_plain_peak_is_that_of_the_plain_step(kind: str) -> None:
     assert max(plan.plain.memory_bytes) == plan.plain.peak_bytes
 
 
+class Permuted(nn.Module):
+    """A parameter whose gradient comes in another order: accumulation copies it, in the last backward of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rest = nn.Parameter(torch.randn(32, 32, 32)), nn.Linear(1024, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(x @ self.weight.permute(2, 0, 1).reshape(32, 1024))
+
+
+def test_gradients_that_are_copied_are_counted_twice() -> None:
+    module = Permuted()
+    measured = step_run.step_peak(module, (X[:8],), {}, is_module_alone=True)
+    assert measured == step_peak(module, X[:8]) - LOSS_BYTES
+    assert measured > 3 * module.weight.nbytes
+    plan = rematerialized(module, X[:8], budget=1 << 30)
+    assert plan.peak_bytes == plan.plain.peak_bytes == measured
+
+
 def test_a_corrected_plan_is_stored() -> None:
     plan = rematerialized(hooked(), X, budget=least_budget(hooked(), X) * 2)
     assert plan.correction_bytes
@@ -280,13 +300,19 @@ class _Weighs:
         return self.measured[-1]
 
 
-MEASURE = whole.step_peak
+MEASURE = step_run.step_peak
+
+
+def measured_by(measure: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts it in the place of what measures plain steps, and planned ones."""
+    for place in (step_run, whole):
+        monkeypatch.setattr(place, "step_peak", measure)
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.15])
 def test_a_step_that_exceeds_the_budget_is_planned_again(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     module, weighs = Gated(), _Weighs(factor)
-    monkeypatch.setattr(whole, "step_peak", weighs)
+    measured_by(weighs, monkeypatch)
     x = X.clone()
     least = least_budget(module, x)
     assert rematerialized(module, x, budget=least).peak_bytes == least == weighs.measured[-1]
@@ -304,7 +330,7 @@ def test_a_step_that_exceeds_the_budget_is_planned_again(factor: float, monkeypa
 
 def test_room_that_the_measured_step_leaves_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module, weighs = Gated(), _Weighs(1.0)
-    monkeypatch.setattr(whole, "step_peak", weighs)
+    measured_by(weighs, monkeypatch)
     plan = rematerialize(module, X, memory_budget="90%", planner="periodic")
     _, first, second = weighs.measured
     assert first < second == plan.peak_bytes <= plan.budget_bytes
@@ -315,8 +341,8 @@ def test_room_that_the_measured_step_leaves_is_used(monkeypatch: pytest.MonkeyPa
 def test_the_plain_step_is_not_run_where_it_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     module, weighs = Gated(), _Weighs(1.0)
     plain = rematerialized(module, X, budget=1 << 30).plain.peak_bytes
-    monkeypatch.setattr(whole, "step_peak", weighs)
-    monkeypatch.setattr(whole, "device_memory", lambda _device: DeviceMemory(plain // 2, plain))
+    measured_by(weighs, monkeypatch)
+    monkeypatch.setattr(step_run, "device_memory", lambda _device: DeviceMemory(plain // 2, plain))
     plan = rematerialized(module, X, budget=plain * 9 // 10)
     assert plain not in weighs.measured
     assert plan.plain.peak_bytes == pytest.approx(plain, rel=0.02)
@@ -333,7 +359,7 @@ def test_a_plain_step_that_runs_out_of_memory_leaves_a_prediction(
             raise RuntimeError(message)
         return weighs(module, *args, **how)
 
-    monkeypatch.setattr(whole, "step_peak", fails_at_first)
+    measured_by(fails_at_first, monkeypatch)
     module = Gated()
     if "memory" not in message:
         with pytest.raises(RuntimeError, match=message):
@@ -399,7 +425,7 @@ def test_a_thread_draws_as_if_it_were_alone() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     for _ in range(2):
-        whole.step_peak(module, (X,), {}, is_module_alone=True)
+        step_run.step_peak(module, (X,), {}, is_module_alone=True)
     is_done.set()
     thread.join()
     assert torch.equal(torch.cat(drawn), expected[: len(drawn)])
