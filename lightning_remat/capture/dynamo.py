@@ -26,7 +26,7 @@ from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
 from .as_in_eager import NOTES_FOR_COMPILERS, as_in_eager
 
-# Of TorchDynamo's own names only these few are used, all of them here.
+# Of TorchDynamo's own names only these few are used, all of them here and in `as_in_eager`.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 _numbers = itertools.count(1)

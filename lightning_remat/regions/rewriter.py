@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capture.dynamo import CapturedGraph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
@@ -97,6 +98,7 @@ def rewrite_regions(
         traced=regions.traced,
         reasons=(str(error), *regions.reasons),
         units=tuple(units_in(view)),
+        left=regions.left,
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
     gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
@@ -141,7 +143,7 @@ class _Parts:
     """A module taken apart, with the arguments of a step.
 
     The plain graphs are those of the parts as they run without a plan, where what is planned is out of place. For the
-    plain correction see `StepPlan`.
+    plain correction see `StepPlan`, for what is left `Regions`.
     """
 
     module: nn.Module
@@ -154,6 +156,7 @@ class _Parts:
     units: tuple[nn.Module, ...]
     plain_graphs: dict[str, Graph] | None = None
     plain_correction_bytes: int | None = None
+    left: frozenset[CapturedGraph] = frozenset()
 
     def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
         """The same with in-place activations as operations of their own; None if there are none."""
@@ -185,7 +188,7 @@ class _Parts:
 
     def install(self, step: StepPlan, plan: Plan) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
-        install_regions(self.module, programs, plan)
+        install_regions(self.module, programs, plan, left=self.left)
         reshard_as_planned(self.units, step.surroundings.gathering)
 
 
