@@ -125,7 +125,8 @@ class WriteWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_EXCHANGES = {torch.ops.aten.shallow_copy_data_, torch.ops.aten.shallow_copy_data_.default}
+_EXCHANGE: Any = getattr(torch.ops.aten, "shallow_copy_data_", None)  # newer than torch 2.11
+_EXCHANGES = set[Any]() if _EXCHANGE is None else {_EXCHANGE, _EXCHANGE.default}
 
 
 class _Recorder(fx.Interpreter):

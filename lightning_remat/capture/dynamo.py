@@ -18,13 +18,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import config
+from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
+from ..operations.module_hooks import replace_module_hooks
+from .as_in_eager import NOTES_FOR_COMPILERS, as_in_eager
 
-# Of TorchDynamo's own names only these few are used, all of them here.
+# Of TorchDynamo's own names only these few are used, all of them here and in `as_in_eager`.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 _numbers = itertools.count(1)
@@ -40,7 +42,6 @@ _SETTINGS: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
-    "suppress_errors": False,
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
 }
 
@@ -109,12 +110,14 @@ class CompiledForward:
         function: That function.
         is_whole: Whether it must be one graph.
         is_exhausted: Whether it has been captured so often that TorchDynamo will not capture it again.
+        has_hooks: Whether submodules have backward hooks, which must then be captured; they divide a forward otherwise.
     """
 
     def __init__(self, forward: Callable[..., Any], *, is_whole: bool = True, num_modules: int = 1) -> None:
         self.function, self.is_whole = forward, is_whole
-        self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules}
-        self.is_exhausted = False
+        # What TorchDynamo itself fails at runs as it is, too, where there may be several graphs.
+        self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules, "suppress_errors": not is_whole}
+        self.is_exhausted = self.has_hooks = False
         self._local = threading.local()
         code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
@@ -124,6 +127,9 @@ class CompiledForward:
         self._compiled: Callable[..., Any] = compiled
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
+        if self.has_hooks:
+            replace_module_hooks(module.graph)
+            module.recompile()
         return partial(self._called, CapturedGraph(module))
 
     def _called(self, graph: CapturedGraph, *values: Any) -> Any:
@@ -140,7 +146,8 @@ class CompiledForward:
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             # Of this thread; TorchDynamo may have to capture anew.
-            with config.patch(self._settings | {_IGNORED: _ignored_functions()}):
+            settings = self._settings | {_IGNORED: _ignored_functions()}
+            with config.patch(settings), as_in_eager(), _hooks_captured(self.has_hooks):
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -171,12 +178,24 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
+@contextmanager
+def _hooks_captured(is_wanted: bool) -> Generator[None]:
+    """Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them."""
+    before = compiled_autograd.compiled_autograd_enabled
+    compiled_autograd.compiled_autograd_enabled = before or is_wanted
+    try:
+        yield
+    finally:
+        compiled_autograd.compiled_autograd_enabled = before
+
+
 def _ignored_functions() -> set[Callable[..., Any]]:
     """What libraries add to loggers to say something once: such a line is left out, where others divide a forward.
 
     transformers has one in the loss of each model whose configuration names none.
     """
-    return {f for name, f in vars(logging.Logger).items() if name.endswith("_once")} | getattr(config, _IGNORED)
+    once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    return {*once, *NOTES_FOR_COMPILERS, *getattr(config, _IGNORED)}
 
 
 _IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11
@@ -193,6 +212,8 @@ def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
+    inside = cast("Iterable[Any]", (m for m in module.modules() if m is not module))
+    known.has_hooks = is_whole and any(m._backward_hooks or m._backward_pre_hooks for m in inside)
     return known
 
 

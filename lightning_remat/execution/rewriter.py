@@ -7,7 +7,7 @@ import logging
 import threading
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -75,13 +75,20 @@ class _Rewritten:
         parts: The programs of the graphs that its forward consists of, and their plans; none where only its submodules
             have programs of their own.
         planner: What makes further plans, for graphs that TorchDynamo captures later.
+        left: Graphs that were captured before and stay as they are.
     """
 
-    def __init__(self, plan: Plan, parts: Sequence[Part] = (), planner: str | Callable[..., Schedule] = "auto") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Sequence[Part] = (),
+        planner: str | Callable[..., Schedule] = "auto",
+        left: Iterable[CapturedGraph] = (),
+    ) -> None:
         self.plan, self.parts, self.planner = plan, parts, planner
         self.watch: Watch | None = None
         self._lock = threading.Lock()
-        self._programs: dict[CapturedGraph, Program | None] = {}
+        self._programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
         self._num_plans = 0
         self._has_warned = False
         for program, part in parts:
@@ -209,7 +216,10 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 
 def install_parts(
-    programs: Mapping[str, Program], plans: Mapping[str, Plan], planner: str | Callable[..., Schedule] = "auto"
+    programs: Mapping[str, Program],
+    plans: Mapping[str, Plan],
+    planner: str | Callable[..., Schedule] = "auto",
+    left: Iterable[CapturedGraph] = (),
 ) -> list[nn.Module]:
     """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
@@ -217,6 +227,7 @@ def install_parts(
         programs: Region → its program.
         plans: Region → its plan.
         planner: Makes further plans, for graphs that are captured later.
+        left: Graphs that stay as they are, as their programs would not be worth it or there are none.
 
     Returns:
         The modules that are rewritten.
@@ -227,12 +238,16 @@ def install_parts(
     rewritten = {m: own for m, own in parts.items() if any(_is_worth(plan) for _, plan in own)}
     for m, own in rewritten.items():
         restore(m)
-        _put(m, _Rewritten(own[0][1], own, planner))
+        _put(m, _Rewritten(own[0][1], own, planner, left))
     return list(rewritten)
 
 
 def install_regions(
-    module: nn.Module, programs: Mapping[str, Program], plan: Plan, planner: str | Callable[..., Schedule] = "auto"
+    module: nn.Module,
+    programs: Mapping[str, Program],
+    plan: Plan,
+    planner: str | Callable[..., Schedule] = "auto",
+    left: Iterable[CapturedGraph] = (),
 ) -> None:
     """Puts the programs of its regions in a module.
 
@@ -241,10 +256,11 @@ def install_regions(
         programs: Region → its program.
         plan: The plan of the whole, which holds those of the regions.
         planner: Makes further plans, for graphs that are captured later.
+        left: See `install_parts`.
     """
     assert plan.step is not None
     restore(module)
-    install_parts(programs, plan.step.plans, planner)
+    install_parts(programs, plan.step.plans, planner, left)
     own: _Rewritten | None = vars(module).get(_STATE)
     if own is None:
         vars(module)[_STATE] = _Rewritten(plan)

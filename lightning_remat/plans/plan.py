@@ -56,11 +56,9 @@ class Plan:
 
     def corrected(self, excess_bytes: int) -> Plan:
         """The same plan, its prediction corrected by what an executed step needed beyond it."""
-        memory = tuple(alive + excess_bytes for alive in self.simulation.memory_bytes)
-        peak = self.simulation.peak_bytes + excess_bytes
         return replace(
             self,
-            simulation=replace(self.simulation, peak_bytes=peak, memory_bytes=memory),
+            simulation=self.simulation.corrected(excess_bytes),
             correction_bytes=self.correction_bytes + excess_bytes,
         )
 
@@ -149,6 +147,8 @@ class StepPlan:
         surroundings: What is alive beside the regions.
         plain_graphs: The regions as they run without a plan, where that is not what was planned (in-place activations
             as operations of their own).
+        plain_correction_bytes: What the plain step was measured to need beyond its prediction; None if it was not run,
+            and what the planned step needed stands for it.
     """
 
     budget_bytes: int
@@ -156,6 +156,7 @@ class StepPlan:
     plans: dict[str, Plan]
     surroundings: Surroundings
     plain_graphs: dict[str, Graph] | None = None
+    plain_correction_bytes: int | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -167,7 +168,10 @@ class StepPlan:
     def plain_timeline(self) -> Timeline:
         """The step without recomputation."""
         graphs = self.plain_graphs or {k: p.graph for k, p in self.plans.items()}
-        return plain_timeline(self.keys, graphs, self.surroundings)
+        around = self.surroundings
+        if self.plain_correction_bytes is not None:
+            around = replace(around, correction_bytes=self.plain_correction_bytes)
+        return plain_timeline(self.keys, graphs, around)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -226,6 +230,7 @@ class StepPlan:
             "keys": self.keys,
             "surroundings": asdict(self.surroundings),
             "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
+            "plain_correction_bytes": self.plain_correction_bytes,
         }
         if self.plain_graphs is not None:
             data["plain_graphs"] = {name: json.loads(graph.to_json()) for name, graph in self.plain_graphs.items()}
@@ -247,9 +252,9 @@ class StepPlan:
         plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
         graphs: dict[str, Any] = data.get("plain_graphs", {})
         plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()} or None
-        return cls(
-            data["budget_bytes"], tuple(data["keys"]), plans, Surroundings.from_dict(data["surroundings"]), plain
-        )
+        around = Surroundings.from_dict(data["surroundings"])
+        correction = data.get("plain_correction_bytes")
+        return cls(data["budget_bytes"], tuple(data["keys"]), plans, around, plain, correction)
 
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:

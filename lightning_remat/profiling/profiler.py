@@ -24,6 +24,7 @@ from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
+from ..operations.module_hooks import silent
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
 from ..schedules.graph import Graph, Node
@@ -93,7 +94,7 @@ def profile_call(
         with_scratch: Whether workspaces include what kernels use beside tensors.
         with_kernels: Whether they include what kernels allocate inside themselves.
     """
-    fake = next((t for t in values if isinstance(t, FakeTensor)), None)
+    values, fake = [silent(v) for v in values], next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         stack.enter_context(casts_apart())
         if fake is not None:

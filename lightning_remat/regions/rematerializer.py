@@ -49,11 +49,11 @@ def rematerialize(
     """Rewrites the module in place so that its training step peaks within the budget, with the same results.
 
     The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
-    the outputs' gradients and everything between. The planned step is run once, and undone, so that the peak of the
-    plan is a measured one; on fake tensors, and of a module in eval mode, it is a prediction. `eval()` and `no_grad()`
-    use the original forward. A plan that recomputes nothing leaves the plain forward in place. A second call replaces
-    the plan. Where the budget cannot be met otherwise, in-place activations run out of place, which lets their inputs
-    go earlier in the backward.
+    the outputs' gradients and everything between. The plain step, where it fits, and the planned one are run once, and
+    undone, so that both peaks are measured ones; on fake tensors, and of a module in eval mode, they are predictions.
+    `eval()` and `no_grad()` use the original forward. A plan that recomputes nothing leaves the plain forward in place.
+    A second call replaces the plan. Where the budget cannot be met otherwise, in-place activations run out of place,
+    which lets their inputs go earlier in the backward.
 
     A module whose own forward cannot be captured is rewritten part by part: the outermost submodules that can be
     captured share the budget, and the planned step is run once or twice, without a trace, to measure what the code

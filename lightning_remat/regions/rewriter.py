@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capture.dynamo import CapturedGraph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, install_regions, restore
@@ -31,7 +32,7 @@ from .footprint import outside_bytes
 from .gathering import gathering_of, reshard_as_planned, units_in
 from .look_through import look_through, submodules
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
-from .step_run import infeasible_as_run, step_peak, untouched
+from .step_run import infeasible_as_run, plain_step_peak, step_peak, untouched
 
 _MOST_STEPS = 4
 """Planned steps that are run at most to learn what the code between the regions needs."""
@@ -97,11 +98,15 @@ def rewrite_regions(
         traced=regions.traced,
         reasons=(str(error), *regions.reasons),
         units=tuple(units_in(view)),
+        left=regions.left,
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
     gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
     around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
+    if not is_sharded:
+        parts = replace(parts, plain_correction_bytes=parts.measured_plain_correction(around))
+        around = around.corrected(parts.plain_correction_bytes or 0)
     try:
         return _fitted(parts, around, budget_of, planner)
     except InfeasibleBudgetError as infeasible:
@@ -137,7 +142,8 @@ def _install_earlier(
 class _Parts:
     """A module taken apart, with the arguments of a step.
 
-    The plain graphs are those of the parts as they run without a plan, where what is planned is out of place.
+    The plain graphs are those of the parts as they run without a plan, where what is planned is out of place. For the
+    plain correction see `StepPlan`, for what is left `Regions`.
     """
 
     module: nn.Module
@@ -149,6 +155,8 @@ class _Parts:
     reasons: tuple[str, ...]
     units: tuple[nn.Module, ...]
     plain_graphs: dict[str, Graph] | None = None
+    plain_correction_bytes: int | None = None
+    left: frozenset[CapturedGraph] = frozenset()
 
     def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
         """The same with in-place activations as operations of their own; None if there are none."""
@@ -159,11 +167,20 @@ class _Parts:
 
     def plain_peak(self, around: Surroundings) -> int:
         """The peak of the step without a plan."""
+        if self.plain_correction_bytes is not None:
+            around = replace(around, correction_bytes=self.plain_correction_bytes)
         return plain_timeline(self.keys, self.plain_graphs or self.graphs, around).peak_bytes
+
+    def measured_plain_correction(self, around: Surroundings) -> int | None:
+        """What the step of the module, not rewritten yet, needs beyond its prediction; None where it does not fit."""
+        predicted = self.plain_peak(around)
+        measured = plain_step_peak(self.module, self.args, self.kwargs, predicted)
+        return None if measured is None else measured - predicted
 
     def plan(self, budget_bytes: int, planner: str | Callable[..., Schedule], around: Surroundings) -> StepPlan:
         """A plan for each part, such that the whole step stays within the budget."""
-        return plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
+        step = plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
+        return replace(step, plain_correction_bytes=self.plain_correction_bytes)
 
     def measured_peak(self) -> int:
         """The peak of a step as the module is rewritten."""
@@ -171,7 +188,7 @@ class _Parts:
 
     def install(self, step: StepPlan, plan: Plan) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
-        install_regions(self.module, programs, plan)
+        install_regions(self.module, programs, plan, left=self.left)
         reshard_as_planned(self.units, step.surroundings.gathering)
 
 

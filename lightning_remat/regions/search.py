@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..capture.dynamo import CapturedGraph
 from ..errors import TraceError
 from ..execution.program import Program
 from ..execution.rewriter import checked_program
@@ -33,11 +34,13 @@ class Regions:
         traced: Submodule name → its operations.
         reasons: Why each part that is not among them, though it contains some or is left as it is, was not captured;
             why which parts of those among them are run as one operation.
+        left: The graphs that were captured and are not among them.
     """
 
     view: View
     traced: dict[str, TracedModule]
     reasons: tuple[str, ...]
+    left: frozenset[CapturedGraph] = frozenset()
 
     @property
     def tried(self) -> str:
@@ -96,7 +99,9 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         if not failed:
             found = {call.name: traced[call.name] for call in calls}
             inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
-            return Regions(replace(view, calls=calls), found, (*reasons.values(), *inside))
+            parts = [call.part for call in view.calls if call.name not in found and call.part is not None]
+            left = frozenset(part.graph for part in parts if part.graph is not None)
+            return Regions(replace(view, calls=calls), found, (*reasons.values(), *inside), left)
         named = {call.module: call.name for call in view.calls}
         gathered = {call.module for call in view.calls if call.part is not None}
         watched = [call.name for call in calls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import format_bytes
-from ..devices import HOST, device_of, random_state
+from ..devices import HOST, device_of, empty_cache, random_state
 from ..errors import InfeasibleBudgetError
+from ..execution.executor import retried
+from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
+from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import preserved_random, record
@@ -21,6 +25,8 @@ from ..module_state.sharding import has_units, settle, settled
 from ..profiling.accumulation import copied_as_accumulated
 from .calls import detached
 from .footprint import storage_bytes
+
+logger = logging.getLogger("lightning_remat")
 
 
 @contextmanager
@@ -176,6 +182,39 @@ def step_peak(
         if outputs:
             run_backward(outputs, targets, torch.ones_like, is_sharded=has_units(module), loss_shape=shape)
     return storage_bytes(alive) + growth.peak_bytes
+
+
+def plain_step_peak(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    predicted_bytes: int,
+    *,
+    is_module_alone: bool = False,
+) -> int | None:
+    """Measured peak in bytes of a step of a module that is not rewritten; None where it does not fit on the device.
+
+    What the forward's locals hold to its end, and which of its outputs a caller can see, no graph tells.
+
+    Args:
+        module: What is run.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        predicted_bytes: Its peak as predicted: where that does not fit, it is not run.
+        is_module_alone: See `step_peak`.
+    """
+    alive = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
+    device = HOST if any(isinstance(t, FakeTensor) for t in alive) else device_of(alive)
+    if predicted_bytes - storage_bytes(alive) > device_memory(device).free_bytes:
+        return None
+    try:
+        return retried(lambda: step_peak(module, args, kwargs, is_module_alone=is_module_alone))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        empty_cache(device)
+        logger.info("%s: the plain peak is predicted, its step does not fit", type(module).__name__)
+        return None
 
 
 def infeasible_as_run(error: InfeasibleBudgetError, measured_bytes: int, budget_bytes: int) -> InfeasibleBudgetError:

@@ -1,4 +1,4 @@
-"""Plans a module that is captured as a whole, and runs the planned step once: what it needs is what is predicted."""
+"""Plans a module that is captured as a whole; the plain and the planned step are run once, and tell what they need."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
 from .profiles import known_profile
-from .step_run import infeasible_as_run, step_peak
+from .step_run import infeasible_as_run, plain_step_peak, step_peak
 
 logger = logging.getLogger("lightning_remat")
 
 _MOST_STEPS = 4
 """Planned steps that are run at most before it is the lowest one's turn; one, unless it exceeds the budget."""
+
+_WORTH_ANOTHER = 0.01
+"""Room left in the budget, as a fraction of the measured peak, that is worth another plan."""
 
 
 def rewrite_whole(
@@ -58,7 +61,7 @@ def rewrite_whole(
     """
     whole = _Whole(module, args, kwargs, traced, planner)
     graph = whole.profiled()
-    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))), holds_outputs=False)
+    plain = whole.plain(graph)
     budget_bytes = budget_of(plain.peak_bytes)
     try:
         return whole.fitted(graph, budget_bytes, plain)
@@ -114,12 +117,20 @@ class _Whole:
         leaves = flatten((self.args, self.kwargs))[0]
         return known_profile(self.traced, leaves, {}, lambda: profile(self.traced, *self.args, **self.kwargs))
 
+    def plain(self, graph: Graph) -> Simulation:
+        """The step without a plan, run once where it can be."""
+        predicted = simulate(graph, lower_kept(graph, range(len(graph.nodes))), holds_outputs=False)
+        if not self.can_run:
+            return predicted
+        peak = plain_step_peak(self.module, self.args, self.kwargs, predicted.peak_bytes, is_module_alone=True)
+        return predicted if peak is None else predicted.corrected(peak - predicted.peak_bytes)
+
     def fitted(self, graph: Graph, budget_bytes: int, plain: Simulation) -> Plan:
         """The plan by which the executed step stays within the budget, installed.
 
         What it needs otherwise than predicted (a loss that lets go of outputs early, memory that operations hand to
         each other) corrects the prediction. A step that exceeds the budget is planned again for as much less, in the
-        end at the lowest peak.
+        end at the lowest peak; one that leaves room, once for as much more.
 
         Args:
             graph: The operations to plan.
@@ -141,12 +152,26 @@ class _Whole:
             predicted = made.peak_bytes
             made = self._run(replace(made, budget_bytes=budget_bytes), plain)
             if made.peak_bytes <= budget_bytes or not self.can_run:
-                return made
+                return self._faster(made, plain)
             restore(self.module)
             if infeasible is not None:
                 raise infeasible_as_run(infeasible, made.peak_bytes, budget_bytes)
             allowed = min(allowed, predicted) - (made.peak_bytes - budget_bytes)
         raise AssertionError("a planner that meets a budget of one byte")
+
+    def _faster(self, made: Plan, plain: Simulation) -> Plan:
+        """A plan for the room that the measured step leaves in the budget, if it recomputes less; else the same."""
+        room = made.budget_bytes - made.peak_bytes
+        if made.correction_bytes >= 0 or not made.num_recomputed or room < _WORTH_ANOTHER * made.peak_bytes:
+            return made
+        other = make_plan(made.graph, made.budget_bytes - made.correction_bytes, self.planner)
+        if other.simulation.recompute_seconds >= made.simulation.recompute_seconds:
+            return made
+        other = self._run(replace(other, budget_bytes=made.budget_bytes), plain)
+        if other.peak_bytes <= made.budget_bytes:
+            return other
+        forced(self.module, checked_program(self.traced, made), made, self.planner)
+        return made
 
     def _run(self, plan: Plan, plain: Simulation) -> Plan:
         """Installs a plan and corrects its prediction by a step; the module stays rewritten by it."""
@@ -157,10 +182,10 @@ class _Whole:
         if not self.can_run:
             logger.info("%s: the peak is predicted, no step was run to measure it", type(self.module).__name__)
             return replace(plan, plain=plain)
-        measured = retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
-        made = plan.corrected(measured - plan.peak_bytes)
         if not is_installed:  # what runs is the plain step
+            made = plan.corrected(plain.peak_bytes - plan.peak_bytes)
             return replace(made, plain=made.simulation)
-        made = replace(made, plain=plain)
+        measured = retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
+        made = replace(plan.corrected(measured - plan.peak_bytes), plain=plain)
         forced(self.module, program, made, self.planner)
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import ScheduleError
@@ -33,6 +33,11 @@ class Simulation:
     def peak_position(self) -> int:
         """Position of the first action at which the peak is reached."""
         return self.memory_bytes.index(self.peak_bytes)
+
+    def corrected(self, excess_bytes: int) -> Simulation:
+        """The same with so many more bytes alive in every moment, as an executed step was measured to need."""
+        memory = tuple(alive + excess_bytes for alive in self.memory_bytes)
+        return replace(self, peak_bytes=self.peak_bytes + excess_bytes, memory_bytes=memory)
 
     @property
     def recompute_overhead(self) -> float:

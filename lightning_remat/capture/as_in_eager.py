@@ -1,0 +1,124 @@
+"""What a forward learns when it asks whether it is compiled: what is captured must be what runs without a capture.
+
+Libraries compute otherwise under `torch.compile`: a scan in place of a loop, a mask in place of a look at its values.
+The results differ in bits, so whoever asks with tensors or modules at hand is told that nothing is compiled. Who has
+none is told the truth, as it only avoids what cannot be captured: a context variable, a warning. So is PyTorch's own
+code, whose other ways are often the only ones that can be captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import external_utils
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    NNModuleVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    UnspecializedNNModuleVariable,
+)
+
+# TorchDynamo's own names; nothing of them is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
+
+_TOLD_THE_TRUTH = ("torch", __name__.partition(".")[0])
+"""Packages; this one's forward steps aside where it is compiled."""
+
+_QUESTIONS: tuple[Any, ...] = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,  # to which torch 2.11 says yes as well
+    torch._utils.is_compiling,
+    external_utils.is_compiling,
+)
+
+_here = threading.local()
+
+
+NOTES_FOR_COMPILERS: tuple[Any, ...] = (torch._dynamo.mark_static_address,)
+"""What only code that is not compiled calls, to tell a compiler something: nothing to compute, so it is left out."""
+
+
+@contextmanager
+def as_in_eager() -> Generator[None]:
+    """What this thread captures inside is answered so."""
+    before, _here.is_hidden = getattr(_here, "is_hidden", False), True
+    for note in NOTES_FOR_COMPILERS:
+        note._dynamo_forbidden = False  # else TorchDynamo fails where it meets one
+    try:
+        yield
+    finally:
+        _here.is_hidden = before
+        for note in NOTES_FOR_COMPILERS:
+            note._dynamo_forbidden = not before
+
+
+def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+    """The value of a question in a frame that is captured."""
+    if getattr(_here, "is_hidden", False) and _may_compute(frame):
+        return ConstantVariable.create(False)
+    return truth(variable, frame, *args, **kwargs)
+
+
+def _may_compute(frame: Any) -> bool:
+    """Whether the function that asks has tensors or modules at hand; where it is given nothing, the one that calls it.
+
+    Args:
+        frame: TorchDynamo's, of the function.
+    """
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _TOLD_THE_TRUTH:
+            return False
+        names = inspect.getargs(frame.f_code)
+        given = [frame.symbolic_locals.get(name) for name in (*names.args, names.varargs, names.varkw)]
+        if any(not _is_nothing(value) for value in given):
+            return _has_tensors_or_modules(frame.symbolic_locals.values())
+        frame = getattr(frame, "parent", None)
+    return True
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether an argument is absent, None or an empty container."""
+    if value is None:
+        return True
+    if isinstance(value, LazyVariableTracker) and not value.is_realized():
+        return value.peek_value() is None
+    value = value.unwrap()
+    return (isinstance(value, ConstantVariable) and value.value is None) or vars(value).get("items") in ([], (), {})
+
+
+def _has_tensors_or_modules(values: Iterable[Any]) -> bool:
+    """Of what TorchDynamo has in the place of values, those in containers included."""
+    for value in values:
+        if isinstance(value, LazyVariableTracker):
+            if not value.is_realized():
+                if issubclass(value.peek_type(), (Tensor, nn.Module)):
+                    return True
+                continue
+            value = value.unwrap()
+        if isinstance(value, (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)):
+            return True
+        items = vars(value).get("items")
+        items = items.values() if isinstance(items, dict) else items if isinstance(items, (list, tuple)) else ()
+        if _has_tensors_or_modules(items):
+            return True
+    return False
+
+
+def _install() -> None:
+    handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
+    for question in _QUESTIONS:
+        handlers[question] = partial(_answer, handlers[question])
+
+
+_install()
