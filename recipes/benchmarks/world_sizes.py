@@ -78,7 +78,7 @@ def plan_world(size: int, arguments: argparse.Namespace) -> World:
             module,
             tokens,
             lambda batch: module(batch).float().square().mean(),
-            [torch.optim.AdamW(module.parameters())],
+            [torch.optim.AdamW(module.parameters(), fused=True)],
             partial(torch.autocast, "cpu", dtype=torch.bfloat16),
             torch.autograd.backward,
             None,
@@ -106,11 +106,11 @@ def _planned(model: StepModel, arguments: argparse.Namespace, budget_bytes: int)
         return model.plan(arguments.batch_size, int(error.minimum_bytes), arguments.planner)
 
 
-def second_gathers(step: StepPlan) -> int:
+def gathered_again(step: StepPlan) -> int:
     """Units that are gathered again for their backward."""
     gathering = step.surroundings.gathering
     assert gathering is not None
-    return sum(not unit.kept_bytes for unit in gathering.units)
+    return gathering.second_gathers
 
 
 def more_time(step: StepPlan) -> float:
@@ -128,7 +128,7 @@ def rows_of(world: World) -> list[str]:
     """The rows of one world, the lowest peak first."""
     return [
         f"| {world.size} | {world.plain_bytes / GIB:.2f} | {step.predicted_peak_bytes / GIB:.2f} | "
-        f"{step.num_recomputed} | {second_gathers(step)} | +{more_time(step):.1%} |"
+        f"{step.num_recomputed} | {gathered_again(step)} | +{more_time(step):.1%} |"
         for step in world.plans
     ]
 

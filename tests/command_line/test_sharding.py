@@ -87,3 +87,36 @@ def test_units_with_other_settings_are_not_taken_for_equal() -> None:
         first, other, *rest = map(forward_of, net.stages[0])
         assert first is not other
         assert rest == [first, first]
+
+
+def test_gathers_are_planned_with_a_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--strategy", "fsdp2", "--world-size", "8", "--memory", "90%"]
+    left = asked(capsys, *wanted)
+    planned = asked(capsys, *wanted, "--gather-bandwidth", "4GB/s")
+    assert left["gather_bandwidth"] is None
+    assert {point["second_gathers"] for point in left["curve"]} == {4}  # every block, as fully_shard has it
+    assert planned["gather_bandwidth"] == 4e9
+    gathers = [point["second_gathers"] for point in planned["curve"]]
+    assert gathers[0] > gathers[-1] == 0  # the lowest peak first
+    assert planned["measured_peak_bytes"] <= planned["budget_bytes"]
+
+
+def test_how_it_is_asked_for_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--strategy", "fsdp2", "--world-size", "8", "--gather-bandwidth", "4GB", "--memory", "80%"]
+    assert main(["plan", NET, "--input", "256x8", "--planner", "periodic", *wanted]) == 0
+    told = capsys.readouterr().out
+    assert "gathered twice" in told
+    assert 'Rematerialization(memory_budget="80%", batch_size="keep", gather_bandwidth=4e+09)' in told
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_bandwidth_wants_gathers(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NET, "--input", "64x8", "--strategy", strategy, "--gather-bandwidth", "50GB"]) == 2
+    told = f"--gather-bandwidth needs --strategy fsdp2: with {strategy} no parameters are gathered"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["fast", "50%", "0GB", "-1"])
+def test_a_wrong_bandwidth_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NET, "--input", "64x8", "--strategy", "fsdp2", f"--gather-bandwidth={text}"]) == 2
+    assert f"--gather-bandwidth is '{text}', expected bytes a second, such as 50GB" in capsys.readouterr().err
