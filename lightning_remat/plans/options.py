@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
-from ..schedules.compiled import Floats, Ints
+from ..schedules.compiled import Flags, Floats, Ints
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
@@ -68,7 +68,8 @@ def choose(
     known: dict[Graph, Graph] = {}
     menus: dict[str, tuple[Option, ...]] = {}
     for key, graph in graphs.items():
-        alike = known.setdefault(_without_seconds(graph), _owning_nothing(graph))  # repeated blocks are planned once
+        graph = _owning_nothing(graph)
+        alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
         asked = tuple(sorted(options.items()))
         start = _owning_nothing(like[key]) if key in like else alike
         menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, start)
@@ -112,9 +113,9 @@ class _Search:
         self._calls = [(key, graphs[key]) for key in keys]
         self._peaks: dict[frozenset[int], StepPeaks] = {}
         self._exchanges = [(key, option) for key, menu in menus.items() for option in menu]
-        self._is_exchanged = np.array([[call == key for call in keys] for key, _ in self._exchanges])
-        self._exchanged = _figures([option for _, option in self._exchanges])[:, :, None]
-        self._seconds = np.array([option.seconds for _, option in self._exchanges])
+        self._is_exchanged: Flags = np.array([[call == key for call in keys] for key, _ in self._exchanges])
+        self._exchanged: Ints = _figures([option for _, option in self._exchanges])[:, :, None]
+        self._seconds: Floats = np.array([option.seconds for _, option in self._exchanges])
 
     @property
     def prices(self) -> dict[int, float]:
@@ -171,8 +172,9 @@ class _Search:
 
     def _after_exchanges(self, choice: Choice, budget_bytes: int) -> tuple[Ints, Floats]:
         """What exceeds the budget after each exchange of an option, and the seconds that it costs."""
-        figures: Ints = np.where(self._is_exchanged, self._exchanged, self._figures_of(choice)[:, None, :])
-        left = _excess(self._peaks_with(choice.kept).of(*figures), budget_bytes)
+        figures = zip(self._exchanged, self._figures_of(choice), strict=True)
+        own: list[Ints] = [np.where(self._is_exchanged, exchanged, now) for exchanged, now in figures]
+        left = _excess(self._peaks_with(choice.kept).of(*own), budget_bytes)
         return left, self._seconds - np.array([choice.options[key].seconds for key, _ in self._exchanges])
 
     def relaxed(self, choice: Choice, budget_bytes: int) -> Choice:
