@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sharded_fits import FITS
 from sharded_run import RUNS
 
 
@@ -39,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["in_trainer", "finds_a_size", *RUNS])
+@pytest.mark.parametrize("name", [*FITS, *RUNS])
 def test_the_bits_of_plain_fsdp2(name: str, done: tuple[list[str], str]) -> None:
     passed, output = done
     assert name in passed, output
