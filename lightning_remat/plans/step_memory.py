@@ -54,6 +54,11 @@ class Surroundings:
         """Whether the regions add to gradients that are there: full ones of shards are reduced in every backward."""
         return self.is_accumulating and self.gathering is None
 
+    @property
+    def plain(self) -> Surroundings:
+        """The same with every unit as the user has set it."""
+        return self if self.gathering is None else replace(self, gathering=self.gathering.plain)
+
     def corrected(self, excess_bytes: int) -> Surroundings:
         """The same, with `excess_bytes` more in every moment of forward and backward."""
         return replace(self, correction_bytes=self.correction_bytes + excess_bytes)

@@ -98,6 +98,9 @@ def test_gathers_are_planned_with_a_bandwidth(capsys: pytest.CaptureFixture[str]
     assert planned["gather_bandwidth"] == 4e9
     gathers = [point["second_gathers"] for point in planned["curve"]]
     assert gathers[0] > gathers[-1] == 0  # the lowest peak first
+    assert planned["plain_peak_bytes"] == pytest.approx(left["plain_peak_bytes"], rel=0.02)
+    for told in (left, planned):  # of the plain step, whatever the plan does
+        assert sum(told["plain_peak_contents"].values()) == pytest.approx(told["plain_peak_bytes"], rel=0.02)
     assert planned["measured_peak_bytes"] <= planned["budget_bytes"]
 
 
