@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -18,12 +20,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_remat.batch_search.search as search
 from lightning_remat import Rematerialization
 from lightning_remat.measure.device_memory import DeviceMemory
 from lightning_remat.module_state import agreement
+from lightning_remat.module_state.sharding import local_part
 
 
 class Sharded(LightningModule):
@@ -59,6 +63,7 @@ def fit(
     kind: type[Sharded] = Sharded,
     *,
     batch_size: int = SAMPLES,
+    tensor_parallel_size: int = 1,
     **options: Any,
 ) -> list[Tensor]:
     """The weights and the random state after training."""
@@ -67,22 +72,23 @@ def fit(
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        strategy=ModelParallelStrategy(
+            data_parallel_size=2 // tensor_parallel_size, tensor_parallel_size=tensor_parallel_size
+        ),
         callbacks=[] if callback is None else [callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
         max_epochs=4,
-        **options,
+        **{"gradient_clip_val": 0.5, **options},
     )
     torch.manual_seed(11 + trainer.global_rank)
     trainer.fit(module, ckpt_path=resumed)
     assert trainer.global_step == options["max_steps"], trainer.global_step
     trainer.save_checkpoint(folder / save)
-    return [*(p.detach().to_local().clone() for p in module.parameters()), torch.get_rng_state()]
+    return [*(local_part(p.detach()).clone() for p in module.parameters()), torch.get_rng_state()]
 
 
 class Nested(Sharded):
@@ -159,6 +165,41 @@ def gathers_as_planned_in_trainer(folder: Path) -> None:
         assert all(a < b for a, b in zip(counts[name], counts["plain"], strict=True)), counts
 
 
+class TensorParallel(Sharded):
+    """Blocks whose layers are spread over the processes."""
+
+    is_sharded: ClassVar[bool] = False
+
+    def configure_model(self) -> None:
+        for block in self.net.stages[0]:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+        if self.is_sharded:
+            shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class BothParallel(TensorParallel):
+    """The same, under fully_shard too."""
+
+    is_sharded = True
+
+
+def tensor_parallel_in_trainer(folder: Path) -> None:
+    """The model is left as it is, with a sentence that says why and what to do; training has the plain run's bits."""
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "max_steps": 2, "gradient_clip_val": None}
+    for kind in (TensorParallel, BothParallel):
+        plain = fit(folder, f"{kind.__name__}-plain", None, kind, **options)
+        callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = fit(folder, f"{kind.__name__}-ours", callback, kind, **options)
+        assert_same(plain, found)
+        assert callback.result is None
+        if dist.get_rank() == 0:
+            said = "leaves the model as it is.*tensor parallel.*Remedy: shard it by fully_shard"
+            assert any(re.search(said, str(w.message), re.DOTALL) for w in told), [str(w.message) for w in told]
+
+
 class Fails(Sharded):
     """The first step that recomputes, which is tried before training, fails on the second process alone."""
 
@@ -202,5 +243,6 @@ FITS: dict[str, Callable[[Path], None]] = {
     "in_trainer_nested": partial(in_trainer, Nested),
     "gathers_as_planned_in_trainer": gathers_as_planned_in_trainer,
     "finds_a_size": finds_a_size,
+    "tensor_parallel_in_trainer": tensor_parallel_in_trainer,
 }
 """What is run one after another in a folder."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from sharded_nets import Transformer, one_of_many, shard
+from sharded_nets import Transformer, counted, one_of_many, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import resnet18, vgg11
@@ -59,22 +59,15 @@ def test_blocks_are_what_people_shard() -> None:
     assert repeated_blocks(transformer) == blocks
 
 
-def test_units_of_equal_structure_are_captured_profiled_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiled: list[object] = []
-    profile_call = calls.profile_call
-
-    def counted(traced: object, *args: object, **kwargs: object) -> object:
-        profiled.append(traced)
-        return profile_call(traced, *args, **kwargs)
-
-    monkeypatch.setattr(calls, "profile_call", counted)
+def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> None:
     options._options.cache_clear()
-    with one_of_many(4) as mesh, FakeTensorMode():
+    with one_of_many(4) as mesh, FakeTensorMode(), counted(calls, "traced_graph") as traced:
         net = shard(Transformer(), mesh=mesh)
-        made = rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
+        with counted(calls, "profile_call") as profiled:
+            made = rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
         assert made.num_recomputed
         assert len({forward_of(block) for block in net.stages[0]}) == 1
-    assert len(profiled) == 1
+    assert len(traced) == len(profiled) == 1
     assert options._options.cache_info().misses == 1
 
 
