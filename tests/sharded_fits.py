@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -203,19 +204,44 @@ def tensor_parallel_in_trainer(folder: Path) -> None:
 class Fails(Sharded):
     """The first step that recomputes, which is tried before training, fails on the second process alone."""
 
+    error: ClassVar[Exception] = ArithmeticError("of the second process")
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 1 and "_rematerialization" in vars(self.net.stages[0][0]):
-            raise ArithmeticError("of the second process")
+            raise self.error
         return super().training_step(batch, batch_idx)
 
 
-def finds_a_size(folder: Path) -> None:
-    """The processes have different memory; one size for both, and the bits of plain FSDP2 at it."""
-    found = []
+class RunsOut(Fails):
+    """It runs out of memory there."""
+
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: of the second process")
+
+
+class AllRunOut(Sharded):
+    """The first step that recomputes runs out of memory on all processes, each of which has its own words for that."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if "_rematerialization" in vars(self.net.stages[0][0]):
+            self.sizes.append(len(batch[0]))
+            if len(self.sizes) == 1:
+                raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: of process {self.global_rank}")
+        return super().training_step(batch, batch_idx)
+
+
+def searched(folder: Path, save: str, kind: type[Sharded] = Sharded) -> tuple[Rematerialization, list[Tensor]]:
+    """The callback after a search of processes that have different memory, and what was trained."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "device_memory", lambda device: DeviceMemory((8, 4)[dist.get_rank()] * 2**20, 2**30))
         callback = Rematerialization("periodic", margin=0.0, multiple_of=16, max_batch_size=1024)
-        found.append(fit(folder, "auto", callback, batch_size=64, max_steps=2))
+        return callback, fit(folder, save, callback, kind, batch_size=64, max_steps=2)
+
+
+def finds_a_size(folder: Path) -> None:
+    """One size for both processes, and the bits of plain FSDP2 at it."""
+    callback, found = searched(folder, "auto")
     assert callback.result is not None
     size, step = callback.result.batch_size, callback.result.step
     sizes: list[Any] = [None, None]
@@ -224,15 +250,35 @@ def finds_a_size(folder: Path) -> None:
     assert size > 64
     assert step.num_recomputed
     assert callback.result.measured_peak_bytes <= 4 * 2**20
-    found.append(fit(folder, "auto-plain", None, batch_size=size, max_steps=2))
-    assert_same(*found)
+    assert_same(fit(folder, "auto-plain", None, batch_size=size, max_steps=2), found)
+
+
+def all_run_out(folder: Path) -> None:
+    """Where every process runs out of memory, a smaller size is tried, the same on all."""
+    callback, _ = searched(folder, "smaller", AllRunOut)
+    assert callback.result is not None
+    sizes: list[Any] = [None, None]
+    dist.all_gather_object(sizes, callback.result.batch_size)
+    assert 64 < sizes[0] == sizes[1] < AllRunOut.sizes[0]
 
 
 def one_fails(folder: Path) -> None:
     """Each process writes with what error it ends."""
+    with written_error(folder):
+        fit(folder, "fails", Rematerialization("periodic", memory_budget="85%", batch_size="keep"), Fails, max_steps=2)
+
+
+def one_runs_out(folder: Path) -> None:
+    """The same of a search."""
+    with written_error(folder):
+        searched(folder, "fails", RunsOut)
+
+
+@contextmanager
+def written_error(folder: Path) -> Generator[None]:
     agreement.PATIENCE = timedelta(seconds=5)
     try:
-        fit(folder, "fails", Rematerialization("periodic", memory_budget="85%", batch_size="keep"), Fails, max_steps=2)
+        yield
     except BaseException as error:
         (folder / f"failed-{dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
         raise
@@ -243,6 +289,7 @@ FITS: dict[str, Callable[[Path], None]] = {
     "in_trainer_nested": partial(in_trainer, Nested),
     "gathers_as_planned_in_trainer": gathers_as_planned_in_trainer,
     "finds_a_size": finds_a_size,
+    "all_run_out": all_run_out,
     "tensor_parallel_in_trainer": tensor_parallel_in_trainer,
 }
 """What is run one after another in a folder."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_fits import FITS, one_fails
+from sharded_fits import FITS, one_fails, one_runs_out
 from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,8 +192,9 @@ def main(folder: Path) -> None:
     if sys.argv[2:3] == ["four"]:
         four(folder, int(sys.argv[3]))
         return
-    if sys.argv[2:] == ["fails"]:
-        one_fails(folder)
+    if sys.argv[2:] in (["fails"], ["runs_out"]):
+        (one_fails if sys.argv[2] == "fails" else one_runs_out)(folder)
+        return
     fits = {name: partial(fit, folder) for name, fit in FITS.items()}
     done: list[str] = []
     for name, run in (fits | RUNS).items():  # the first begins the group of processes
