@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models.resnet import BasicBlock
 
 WIDTH = 32
+FEATURES, SAMPLES = 8, 256
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Block(nn.Module):
@@ -40,7 +43,7 @@ class Transformer(nn.Module):
 
     def __init__(self, *, stages: int = 0, breaks: bool = False) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 5)
         blocks = [Block(breaks=breaks) for _ in range(4)]
         size = len(blocks) // stages if stages else len(blocks)
         self.stages = nn.ModuleList(nn.Sequential(*blocks[k : k + size]) for k in range(0, len(blocks), size))
@@ -88,3 +91,8 @@ def counted(holder: Any, name: str) -> Generator[list[None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder, name, count)
         yield calls
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor]) -> None:
+    unlike = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
+    assert not unlike, f"{unlike} of {len(found)} differ"

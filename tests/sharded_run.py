@@ -7,120 +7,25 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from sharded_nets import Transformer, counted, shard
+from sharded_fits import FITS, one_fails, one_runs_out
+from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-import lightning_remat.batch_search.search as search
-from lightning_remat import Rematerialization, find_batch_size, rematerialize
-from lightning_remat.measure.device_memory import DeviceMemory
-from lightning_remat.module_state import agreement
+from lightning_remat import find_batch_size, rematerialize
 from lightning_remat.module_state.ambient import Recomputing
 from lightning_remat.regions.step_run import step_peak
-
-WIDTH, SAMPLES = 8, 256
-
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Sharded(LightningModule):
-    """Sharded where Lightning wants it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.batch_size = Transformer(), SAMPLES
-
-    def configure_model(self) -> None:
-        if not isinstance(self.net, FSDPModule):
-            shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0]).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.net.parameters(), 1e-2)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        samples = torch.randn(16 * SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
-        return DataLoader(TensorDataset(samples), batch_size=self.batch_size)
-
-
-def fit(
-    folder: Path,
-    save: str,
-    callback: Rematerialization | None,
-    kind: type[Sharded] = Sharded,
-    *,
-    batch_size: int = SAMPLES,
-    **options: Any,
-) -> list[Tensor]:
-    """The weights and the random state after training."""
-    module, resumed = kind(), options.pop("ckpt_path", None)
-    module.batch_size = batch_size
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        callbacks=[] if callback is None else [callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
-        max_epochs=4,
-        **options,
-    )
-    torch.manual_seed(11 + trainer.global_rank)
-    trainer.fit(module, ckpt_path=resumed)
-    assert trainer.global_step == options["max_steps"], trainer.global_step
-    trainer.save_checkpoint(folder / save)
-    return [*(p.detach().to_local().clone() for p in module.parameters()), torch.get_rng_state()]
-
-
-def in_trainer(folder: Path) -> None:
-    """Accumulation, clipping and dropout in Lightning; the checkpoint of either run is resumed, and the same."""
-    for k, resumed in enumerate((False, True)):
-        outcomes: list[list[Tensor]] = []
-        for name in ("plain", "planned"):
-            callback = (
-                None if name == "plain" else Rematerialization("periodic", memory_budget="85%", batch_size="keep")
-            )
-            paths = {"ckpt_path": folder / f"{name}-0"} if resumed else {}
-            outcomes.append(fit(folder, f"{name}-{k}", callback, max_steps=3 * (k + 1), **paths))
-            if callback is not None:
-                assert callback.result is not None
-                step = callback.result.step
-                assert step.num_recomputed, "nothing is recomputed"
-                assert abs(step.surroundings.correction_bytes) < 0.02 * step.predicted_peak_bytes, step.surroundings
-        assert_same(*outcomes)
-        if dist.get_rank() == 0:
-            assert_same(*(consolidated(folder / f"{name}-{k}") for name in ("plain", "planned")))
-
-
-def consolidated(checkpoint: Path) -> list[Tensor]:
-    """The weights of a checkpoint that all ranks have written, in one piece."""
-    whole = checkpoint.with_suffix(".pt")
-    dcp_to_torch_save(checkpoint, whole)
-    state: dict[str, Tensor] = torch.load(whole)["state_dict"]
-    assert state["net.head.weight"].shape == Transformer().head.weight.shape
-    return list(state.values())
 
 
 def steps(module: nn.Module, accumulate: int = 1) -> list[Tensor]:
@@ -132,7 +37,7 @@ def steps(module: nn.Module, accumulate: int = 1) -> list[Tensor]:
         for k in range(3 * accumulate):
             last = (k + 1) % accumulate == 0
             module.set_requires_gradient_sync(last)
-            loss = module(torch.randn(SAMPLES, WIDTH)).float().square().mean()
+            loss = module(torch.randn(SAMPLES, FEATURES)).float().square().mean()
             loss.backward()
             found.append(loss.detach())
             if last:
@@ -158,7 +63,7 @@ def compare(
         shard(module, **options)
     before = weights(ours)
     torch.manual_seed(5)
-    made = rematerialize(ours, torch.randn(SAMPLES, WIDTH), memory_budget=budget, planner="periodic")
+    made = rematerialize(ours, torch.randn(SAMPLES, FEATURES), memory_budget=budget, planner="periodic")
     assert made.num_recomputed, made.reasons
     assert_same(before, weights(ours))
     assert all(p.grad is None for p in ours.parameters())
@@ -169,14 +74,9 @@ def compare(
     assert_same(expected, found)
 
 
-def assert_same(expected: list[Tensor], found: list[Tensor]) -> None:
-    unlike = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
-    assert not unlike, f"{unlike} of {len(found)} differ"
-
-
 def leaf_unit() -> None:
     """A module that is one unit by itself."""
-    compare(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(6))))
+    compare(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Sigmoid()) for _ in range(6))))
 
 
 def gathers_as_planned() -> None:
@@ -184,7 +84,7 @@ def gathers_as_planned() -> None:
     torch.manual_seed(0)
     plain = Transformer()
     ours = copy.deepcopy(plain)
-    x = torch.randn(SAMPLES, WIDTH)
+    x = torch.randn(SAMPLES, FEATURES)
     made = rematerialize(shard(ours), x, memory_budget="95%", planner="periodic", gather_bandwidth="measure")
     assert made.num_recomputed
     *expected, plain_gathers, state = steps(shard(plain))
@@ -196,7 +96,7 @@ def gathers_as_planned() -> None:
 def plain_loop() -> None:
     """`find_batch_size`: one size for both processes, executed."""
     torch.manual_seed(0)
-    module, x = shard(Transformer()), torch.randn(64, WIDTH)
+    module, x = shard(Transformer()), torch.randn(64, FEATURES)
     optimizer = torch.optim.AdamW(module.parameters())
     found = find_batch_size(
         module,
@@ -220,7 +120,7 @@ def earlier_plan() -> None:
     """A plan that was made before is installed; one step is compared with the plain one."""
     torch.manual_seed(0)
     module = shard(Transformer())
-    x = torch.randn(SAMPLES, WIDTH)
+    x = torch.randn(SAMPLES, FEATURES)
     made = rematerialize(module, x, memory_budget="90%", planner="periodic", self_check=True)
     again = rematerialize(module, x, plan=made)
     assert again.schedule == made.schedule
@@ -235,15 +135,15 @@ def tensor_parallel_is_refused() -> None:
         if both:
             fully_shard(module, mesh=mesh["data_parallel"])
         with pytest.raises(ValueError, match=r"tensor parallel.*Remedy"):
-            rematerialize(module, torch.randn(SAMPLES, WIDTH), memory_budget="90%")
+            rematerialize(module, torch.randn(SAMPLES, FEATURES), memory_budget="90%")
 
 
 def predicts() -> None:
     """What is predicted without any measured step is within a fiftieth of what plain and planned steps need."""
     for net, x, options in (
-        (Transformer, torch.randn(SAMPLES, WIDTH), {}),
-        (Transformer, torch.randn(16, WIDTH), {"reshard_after_forward": False}),
-        (Transformer, torch.randn(SAMPLES, WIDTH), {"mp_policy": HALF}),
+        (Transformer, torch.randn(SAMPLES, FEATURES), {}),
+        (Transformer, torch.randn(16, FEATURES), {"reshard_after_forward": False}),
+        (Transformer, torch.randn(SAMPLES, FEATURES), {"mp_policy": HALF}),
         (resnet18, torch.randn(16, 3, 64, 64), {}),
     ):
         torch.manual_seed(0)
@@ -275,44 +175,6 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-class Fails(Sharded):
-    """The first step that recomputes, which is tried before training, fails on the second process alone."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and "_rematerialization" in vars(self.net.stages[0][0]):
-            raise ArithmeticError("of the second process")
-        return super().training_step(batch, batch_idx)
-
-
-def finds_a_size(folder: Path) -> None:
-    """The processes have different memory; one size for both, and the bits of plain FSDP2 at it."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "device_memory", lambda device: DeviceMemory((8, 4)[dist.get_rank()] * 2**20, 2**30))
-        callback = Rematerialization("periodic", margin=0.0, multiple_of=16, max_batch_size=1024)
-        found.append(fit(folder, "auto", callback, batch_size=64, max_steps=2))
-    assert callback.result is not None
-    size, step = callback.result.batch_size, callback.result.step
-    sizes: list[Any] = [None, None]
-    dist.all_gather_object(sizes, (size, str(step.plans)))
-    assert sizes[0] == sizes[1]
-    assert size > 64
-    assert step.num_recomputed
-    assert callback.result.measured_peak_bytes <= 4 * 2**20
-    found.append(fit(folder, "auto-plain", None, batch_size=size, max_steps=2))
-    assert_same(*found)
-
-
-def one_fails(folder: Path) -> None:
-    """Each process writes with what error it ends."""
-    agreement.PATIENCE = timedelta(seconds=5)
-    try:
-        fit(folder, "fails", Rematerialization("periodic", memory_budget="85%", batch_size="keep"), Fails, max_steps=2)
-    except BaseException as error:
-        (folder / f"failed-{dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
-        raise
-
-
 def four(folder: Path, rank: int) -> None:
     """Four processes, started by the test."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=4)
@@ -330,12 +192,12 @@ def main(folder: Path) -> None:
     if sys.argv[2:3] == ["four"]:
         four(folder, int(sys.argv[3]))
         return
-    if sys.argv[2:] == ["fails"]:
-        one_fails(folder)
-    in_trainer(folder)  # begins the group of processes
-    finds_a_size(folder)
-    done = ["in_trainer", "finds_a_size"]
-    for name, run in RUNS.items():
+    if sys.argv[2:] in (["fails"], ["runs_out"]):
+        (one_fails if sys.argv[2] == "fails" else one_runs_out)(folder)
+        return
+    fits = {name: partial(fit, folder) for name, fit in FITS.items()}
+    done: list[str] = []
+    for name, run in (fits | RUNS).items():  # the first begins the group of processes
         run()
         done.append(name)
         (folder / f"done-{dist.get_rank()}").write_text("\n".join(done))

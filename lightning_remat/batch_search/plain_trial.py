@@ -18,6 +18,7 @@ from ..devices import HOST
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
+from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved
@@ -192,7 +193,7 @@ class PlainTrial:
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
         """The measured peak of two real steps with backward and optimizer, in bytes."""
-        return together(self.module, partial(self._measured, batch_size, with_scratch))
+        return together(self.module, partial(self._measured, batch_size, with_scratch), is_out_of_memory)
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0

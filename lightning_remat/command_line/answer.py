@@ -39,7 +39,7 @@ def print_answer(network: Network, request: Request, study: Study, device: Devic
         console.print(_verdict(study))
     console.print()
     console.print(_contents(study, network), "")
-    console.print(_curve(study, result.budget_bytes if is_limited else None), "")
+    console.print(_curve(study, request, result.budget_bytes if is_limited else None), "")
     if study.largest is not None and study.fastest is not None:
         console.print(_candidates(study, request.world_size), "")
     if study.attempts:
@@ -60,6 +60,7 @@ def answer_as_json(network: Network, request: Request, study: Study, device: Dev
         "optimizers": list(network.optimizers),
         "strategy": request.strategy,
         "world_size": request.world_size,
+        "gather_bandwidth": request.gather_bandwidth,
         "units": dict(network.units),
         "device": device.name,
         "seconds_are": "estimates from speeds measured here" if device.is_measured else "estimates from a data sheet",
@@ -142,11 +143,12 @@ def _contents(study: Study, network: Network) -> Table:
     return table
 
 
-def _curve(study: Study, budget_bytes: int | None) -> Table:
+def _curve(study: Study, request: Request, budget_bytes: int | None) -> Table:
     plain = study.result.plain_peak_bytes
     saved = 1 - study.lowest_bytes / plain
     title = f"Time over memory: down to {format_bytes(study.lowest_bytes)} (−{saved:.0%})"
-    table = _table(title, "peak", "of plain", "time")
+    has_gathers = request.gather_bandwidth is not None
+    table = _table(title, "peak", "of plain", *["gathered twice"] * has_gathers, "time")
     table.add_column("", no_wrap=True)
     most = max((p.recompute_overhead for p in study.curve), default=0.0) or 1.0
     for point in sorted(study.curve, key=lambda p: -p.peak_bytes):
@@ -156,6 +158,7 @@ def _curve(study: Study, budget_bytes: int | None) -> Table:
         table.add_row(
             format_bytes(point.peak_bytes),
             f"{point.peak_bytes / plain:.0%}",
+            *[f"{point.second_gathers} units"] * has_gathers,
             _time(point),
             bar if fits else f"{bar} above the budget".strip(),
             style=style,
@@ -229,7 +232,8 @@ def _attempts(study: Study) -> Table:
 def _code(request: Request, study: Study) -> str:
     memory = f'"{request.memory}"' if isinstance(request.memory, str) else study.result.budget_bytes
     size = study.result.batch_size if study.largest is not None else '"keep"'
-    return f"Trainer(callbacks=[Rematerialization(memory_budget={memory}, batch_size={size})])"
+    gathers = "" if request.gather_bandwidth is None else f", gather_bandwidth={request.gather_bandwidth:g}"
+    return f"Trainer(callbacks=[Rematerialization(memory_budget={memory}, batch_size={size}{gathers})])"
 
 
 def _source(study: Study, device: Device) -> str:

@@ -84,6 +84,7 @@ def make_network(request: Request, mode: FakeTensorMode, mesh: DeviceMesh | None
             torch.autograd.backward,
             [module] if is_ddp else None,
             is_accumulating=False,
+            gather_bandwidth=request.gather_bandwidth,
         ),
         parameter_bytes=parameter_bytes,
         buffer_bytes=_bytes(module.buffers()),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..budget import Budget, check_budget
+from ..budget import Budget, check_budget, parse_budget
 from ..planners import PLANNERS
 from .devices import Device, device_named, device_names
 from .shapes import InputShape
@@ -23,7 +23,8 @@ examples:
   lightning-remat plan torchvision.models:resnet50 --input Bx3x224x224 --memory 80GB --optimizer adamw
   lightning-remat plan my_project.modules:LitModel --device H100 --precision bf16-mixed
   lightning-remat plan path/to/config.json --input Bx1024 --device A100 --save plan.json --report plan.html
-  lightning-remat plan path/to/config.json --input 8x1024 --device A100 --strategy fsdp2 --world-size 8
+  lightning-remat plan path/to/config.json --input 8x1024 --device A100 --strategy fsdp2 --world-size 8 \
+      --gather-bandwidth 50GB
 """
 
 
@@ -40,6 +41,8 @@ class Request:
         planner: Name of the planner.
         strategy: One of `STRATEGIES`.
         world_size: Devices that train side by side.
+        gather_bandwidth: Bytes a second that a device receives in a gather, by which it is planned which units are
+            gathered once; None leaves that as `fully_shard` has it.
         compare: Whether all planners are asked.
         save: Where the plan goes.
         report: Where the page goes.
@@ -56,6 +59,7 @@ class Request:
     planner: str
     strategy: str
     world_size: int
+    gather_bandwidth: float | None
     compare: bool
     save: Path | None
     report: Path | None
@@ -95,6 +99,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
         planner=given.planner,
         strategy=given.strategy,
         world_size=given.world_size,
+        gather_bandwidth=_bandwidth(given.gather_bandwidth),
         compare=given.compare,
         save=_writable(given.save, "--save"),
         report=_writable(given.report, "--report"),
@@ -112,6 +117,10 @@ def _check_together(request: Request) -> None:
         raise UsageError(f"--world-size is {request.world_size}, expected at least 1")
     if request.world_size > 1 and request.strategy == "single":
         raise UsageError(f"--world-size {request.world_size} needs --strategy ddp or fsdp2")
+    if request.gather_bandwidth is not None and request.strategy != "fsdp2":
+        raise UsageError(
+            f"--gather-bandwidth needs --strategy fsdp2: with {request.strategy} no parameters are gathered"
+        )
     if request.asks_batch_size and memory is None and request.device is None:
         raise UsageError("--input B… asks for a batch size that fits: say into what, with --memory 80GB or --device")
     if request.asks_batch_size and isinstance(memory, str) and memory.strip().endswith("%"):
@@ -128,6 +137,19 @@ def _memory(text: str | None) -> Budget | None:
         expected = "expected a size such as 8GiB or 80GB, bytes, or a part of the plain peak such as 50%"
         raise UsageError(f"--memory is {text!r}, {expected}") from None
     return budget
+
+
+def _bandwidth(text: str | None) -> float | None:
+    if text is None:
+        return None
+    amount = text.strip().removesuffix("/s")
+    try:
+        if "%" in amount:
+            raise ValueError
+        budget: Budget = int(amount) if amount.isdecimal() else amount
+        return float(parse_budget(budget, plain_peak_bytes=0, device_bytes=0))
+    except ValueError:
+        raise UsageError(f"--gather-bandwidth is {text!r}, expected bytes a second, such as 50GB") from None
 
 
 def _writable(path: Path | None, option: str) -> Path | None:
@@ -176,6 +198,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ddp adds its gradient buckets; fsdp2 calls fully_shard on every repeated block and on the whole",
     )
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="devices of --strategy")
+    parser.add_argument(
+        "--gather-bandwidth",
+        metavar="BYTES",
+        help="a second, that a device receives in a gather of --strategy fsdp2, such as 50GB: plans also which units "
+        "are gathered once, and which again for their backward",
+    )
     parser.add_argument("--compare", action="store_true", help="also asks every other planner (minutes)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="writes the plan, which rematerialize(plan=) takes")
     parser.add_argument("--report", type=Path, metavar="FILE", help="writes a page with pictures (.html)")

@@ -36,11 +36,13 @@ class Point:
         peak_bytes: Its peak.
         step_seconds: Forward, backward and optimizer by it, estimated.
         recompute_overhead: Seconds of recomputation as a fraction of the plain step's.
+        second_gathers: Units under `fully_shard` that are gathered again for their backward.
     """
 
     peak_bytes: int
     step_seconds: float
     recompute_overhead: float
+    second_gathers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ def _curve(models: Sequence[StepModel], size: int, plain_bytes: int, planner: st
         steps = [step for model in models if (step := _planned(model, size, budget, planner)) is not None]
         best = min(steps, key=lambda step: step.seconds)
         seconds = best.seconds + best.surroundings.seconds
-        points.append(Point(best.predicted_peak_bytes, seconds, best.recompute_overhead))
+        gathering = best.surroundings.gathering
+        gathers = 0 if gathering is None else gathering.second_gathers
+        points.append(Point(best.predicted_peak_bytes, seconds, best.recompute_overhead, gathers))
     return tuple(dict.fromkeys(points))
 
 

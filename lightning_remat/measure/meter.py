@@ -140,6 +140,10 @@ def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+_DEVICE: Any = torch.ops.prim.device.default
+"""Of a fake tensor, autograd and kernels ask the device more often than all else together; nothing is made by that."""
+
+
 class StorageMeter(TorchDispatchMode):
     """Sums the bytes of live storages, which it meets as results of operations and sees die."""
 
@@ -155,20 +159,23 @@ class StorageMeter(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._pending: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
         self._groups: list[Any] = []
-        self._gathered_bytes: dict[int, int] = {}  # place of a group → of its last tensor, when it was looked at
+        self._gathered_bytes: list[int] = []  # of each group's last tensor, when it was looked at
 
     def watch(self, groups: Iterable[Any]) -> None:
         """Counts what groups of parameters are gathered into, whose storages grow and shrink without an operation."""
         self._groups += groups
+        self._gathered_bytes += [0] * (len(self._groups) - len(self._gathered_bytes))
         self._look_at_groups()
 
     def _look_at_groups(self) -> None:
-        for place, group in enumerate(self._groups):
-            size = last_gathered_bytes(group)
-            if self._gathered_bytes.get(place, 0) != size:
-                self._gathered_bytes[place] = size
+        found = last_gathered_bytes(self._groups)
+        if found == self._gathered_bytes:
+            return
+        for group, size, before in zip(self._groups, found, self._gathered_bytes, strict=True):
+            if size != before:
                 for tensor in gathered_tensors(group):
                     self.add(tensor)
+        self._gathered_bytes = found
 
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor`, if it is not counted yet, from now to its death."""
@@ -203,6 +210,8 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return func(*args)
         self._settle()
         result = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]

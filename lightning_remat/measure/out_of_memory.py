@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..module_state.agreement import OtherRankError
+
 _SIGNS = (
     "out of memory",  # CUDA, HIP, XPU, MPS
     "DefaultCPUAllocator: can't allocate memory",
@@ -22,7 +24,12 @@ _NATIVE_FAILURES = ("std::bad_alloc", "bad allocation")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory could not be allocated, whatever the device."""
+    """Whether the error says that memory could not be allocated, whatever the device.
+
+    Not where it was another process that ran out of it, or this one alone: then nothing can be tried again.
+    """
+    if isinstance(error, OtherRankError):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):

@@ -59,11 +59,21 @@ def all_ranks(module: nn.Module, value: T) -> list[T]:
     return found
 
 
-def together(module: nn.Module, run: Callable[[], T]) -> T:
+def _no_limit(_error: Exception) -> bool:
+    return False
+
+
+def together(module: nn.Module, run: Callable[[], T], is_limit: Callable[[Exception], bool] = _no_limit) -> T:
     """What `run` returns, a step of a sharded module, in which the processes wait for each other.
 
     An error is raised as it is where every process meets the same. Where others do not, they wait for this process in
     the midst of the step, so that neither can go on.
+
+    Args:
+        module: The sharded module.
+        run: Runs the step.
+        is_limit: Of an error, whether it is one that processes tell each in words of its own, such as a lack of memory,
+            so that it counts as the same.
 
     Raises:
         OtherRankError: The step has failed on some processes only, or otherwise than here.
@@ -77,19 +87,31 @@ def together(module: nn.Module, run: Callable[[], T]) -> T:
         value = run()
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
+        own = _LIMIT + own if is_limit(error) else own
         try:
             store.set(keys[rank], own)
             told = _outcomes(store, keys)
         except Exception as lost:  # the process that holds the store has gone
-            raise OtherRankError(f"process {rank} of {size} has lost the others: {own}") from lost
-        others = [(k, what) for k, what in enumerate(told) if k != rank and what not in (own, "")]
-        if others and others[0][1] is not None:
-            raise OtherRankError(f"process {others[0][0]} of {size} has failed: {others[0][1]}") from error
-        if any(what != own for what in told):
-            raise OtherRankError(f"process {rank} of {size} has failed, and others have not: {own}") from error
+            raise OtherRankError(f"process {rank} of {size} has lost the others: {own.removeprefix(_LIMIT)}") from lost
+        unlike = [(k, what) for k, what in enumerate(told) if not _is_alike(what, own)]
+        for k, what in unlike:
+            if what:
+                raise OtherRankError(f"process {k} of {size} has failed: {what.removeprefix(_LIMIT)}") from error
+        if unlike:
+            raise OtherRankError(
+                f"process {rank} of {size} has failed, and others have not: {own.removeprefix(_LIMIT)}"
+            ) from error
         raise
     store.set(keys[rank], "")
     return value
+
+
+_LIMIT = "limit: "
+"""What a process puts before an error that others may meet in other words."""
+
+
+def _is_alike(told: str | None, own: str) -> bool:
+    return told == own or (told is not None and told.startswith(_LIMIT) and own.startswith(_LIMIT))
 
 
 def _outcomes(store: Any, keys: list[str]) -> list[str | None]:

@@ -11,7 +11,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
+
+from .sharding import local_part
 
 # What users' objects hold has no types.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -162,13 +165,15 @@ class Recorder:
 
 def _value_undo(tensor: Tensor) -> Undo:
     detached = tensor.detach()
+    if isinstance(local_part(tensor), FakeTensor):  # which has no values
+        return lambda: None if tensor.shape == detached.shape else cast(Any, tensor).set_(detached)
     value = detached.clone() if tensor.layout is not torch.strided else detached.to("cpu", copy=True)
 
     def put_back() -> None:
         if tensor.shape == value.shape:
             tensor.detach().copy_(value)
         else:
-            cast(Any, tensor.detach()).set_(value.to(tensor.device))
+            cast(Any, tensor).set_(value.to(tensor.device))
 
     return put_back
 

@@ -106,10 +106,14 @@ def gathered_tensors(group: Any) -> list[Tensor]:
     return [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
 
 
-def last_gathered_bytes(group: Any) -> int:
-    """Of the last of these tensors: since all are resized at once, or one after the other, it tells of all."""
-    tensors = group.fsdp_params[-1].all_gather_outputs
-    return tensors[-1].untyped_storage().nbytes() if tensors else 0
+def last_gathered_bytes(groups: list[Any]) -> list[int]:
+    """Of the last of these tensors of each group: since all are resized at once, or one after the other, it tells of
+    all. One comprehension without calls between, as it is asked at every operation.
+    """
+    return [
+        tensors[-1].untyped_storage().nbytes() if (tensors := group.fsdp_params[-1].all_gather_outputs) else 0
+        for group in groups
+    ]
 
 
 def reason_against_units(root: nn.Module) -> str | None:

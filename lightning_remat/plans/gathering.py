@@ -83,6 +83,11 @@ class Gathering:
         """Of the second gathers that are planned."""
         return sum(price for u, price in self.planned.items() if not self.units[u].kept_bytes)
 
+    @property
+    def second_gathers(self) -> int:
+        """Units that are gathered again for their backward."""
+        return sum(unit.kept_bytes < unit.full_bytes for unit in self.units)
+
     def keeping(self, kept: Collection[int]) -> Gathering:
         """The same where of the planned units these stay gathered from forward to backward, and no others."""
         units = list(self.units)

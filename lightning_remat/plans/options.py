@@ -7,13 +7,16 @@ of the step: whatever is resident then is added to that operation's workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
+from ..schedules.compiled import Flags, Floats, Ints
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
@@ -65,10 +68,12 @@ def choose(
     known: dict[Graph, Graph] = {}
     menus: dict[str, tuple[Option, ...]] = {}
     for key, graph in graphs.items():
+        graph = _owning_nothing(graph)
         alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
         asked = tuple(sorted(options.items()))
-        menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, like.get(key, alike))
-    search = _Search(tuple(keys), [(key, graphs[key]) for key in keys], menus, surroundings)
+        start = _owning_nothing(like[key]) if key in like else alike
+        menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, start)
+    search = _Search(keys, graphs, menus, surroundings)
     units = frozenset(search.prices)
     starts = [(units, True)]
     if units:
@@ -91,13 +96,26 @@ class Choice:
     kept: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
 class _Search:
-    keys: tuple[str, ...]
-    calls: list[tuple[str, Graph]]
-    menus: Mapping[str, tuple[Option, ...]]
-    surroundings: Surroundings
-    known: dict[frozenset[int], StepPeaks] = field(default_factory=dict[frozenset[int], StepPeaks])
+    """Exchanges one option of one region, or one unit's resharding, at a time.
+
+    All exchanges of options are tried at once, as rows of arrays whose columns are the calls of the step.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        graphs: Mapping[str, Graph],
+        menus: Mapping[str, tuple[Option, ...]],
+        surroundings: Surroundings,
+    ) -> None:
+        self.keys, self.menus, self.surroundings = keys, menus, surroundings
+        self._calls = [(key, graphs[key]) for key in keys]
+        self._peaks: dict[frozenset[int], StepPeaks] = {}
+        self._exchanges = [(key, option) for key, menu in menus.items() for option in menu]
+        self._is_exchanged: Flags = np.array([[call == key for call in keys] for key, _ in self._exchanges])
+        self._exchanged: Ints = _figures([option for _, option in self._exchanges])[:, :, None]
+        self._seconds: Floats = np.array([option.seconds for _, option in self._exchanges])
 
     @property
     def prices(self) -> dict[int, float]:
@@ -108,16 +126,19 @@ class _Search:
         gathering = self.surroundings.gathering
         return self.surroundings if gathering is None else replace(self.surroundings, gathering=gathering.keeping(kept))
 
-    def phases(self, choice: Choice) -> list[int]:
-        if choice.kept not in self.known:
-            self.known[choice.kept] = StepPeaks(self.calls, self.around(choice.kept))
-        return self.known[choice.kept].of([choice.options[key].peaks for key in self.keys])
+    def _peaks_with(self, kept: frozenset[int]) -> StepPeaks:
+        if kept not in self._peaks:
+            self._peaks[kept] = StepPeaks(self._calls, self.around(kept))
+        return self._peaks[kept]
+
+    def _figures_of(self, choice: Choice) -> Ints:
+        return _figures([choice.options[key] for key in self.keys])
 
     def peak(self, choice: Choice) -> int:
-        return max(self.phases(choice))
+        return int(self._peaks_with(choice.kept).of(*self._figures_of(choice)).max())
 
     def excess(self, choice: Choice, budget_bytes: int) -> int:
-        return sum(max(0, peak - budget_bytes) for peak in self.phases(choice))
+        return int(_excess(self._peaks_with(choice.kept).of(*self._figures_of(choice)), budget_bytes))
 
     def seconds(self, choice: Choice) -> float:
         gathers = sum(price for u, price in self.prices.items() if u not in choice.kept)
@@ -132,25 +153,29 @@ class _Search:
         choice = Choice(fastest, kept)
         excess = self.excess(choice, budget_bytes)
         while excess:
-            best: tuple[float, int, Choice] | None = None
-            for other, seconds in self._exchanges(choice, reshards):
-                left = self.excess(other, budget_bytes)
-                if left < excess:
-                    rate = (excess - left) / max(seconds, 1e-12)
-                    if best is None or rate > best[0]:
-                        best = rate, left, other
-            if best is None:
+            left, seconds = self._after_exchanges(choice, budget_bytes)
+            units = sorted(choice.kept) if reshards else []
+            figures = self._figures_of(choice)
+            resharded = [_excess(self._peaks_with(choice.kept - {u}).of(*figures), budget_bytes) for u in units]
+            left = np.append(left, resharded)
+            seconds = np.append(seconds, [self.prices[u] for u in units])
+            best = int(np.argmax(np.where(left < excess, (excess - left) / np.maximum(seconds, 1e-12), -1.0)))
+            if left[best] >= excess:
                 break
-            _, excess, choice = best
+            excess = int(left[best])
+            if best < len(self._exchanges):
+                key, option = self._exchanges[best]
+                choice = Choice({**choice.options, key: option}, choice.kept)
+            else:
+                choice = Choice(choice.options, choice.kept - {units[best - len(self._exchanges)]})
         return choice
 
-    def _exchanges(self, choice: Choice, reshards: bool) -> Iterator[tuple[Choice, float]]:
-        for key, menu in self.menus.items():
-            now = choice.options[key]
-            for option in menu:
-                yield Choice({**choice.options, key: option}, choice.kept), option.seconds - now.seconds
-        for u in sorted(choice.kept) if reshards else ():
-            yield Choice(choice.options, choice.kept - {u}), self.prices[u]
+    def _after_exchanges(self, choice: Choice, budget_bytes: int) -> tuple[Ints, Floats]:
+        """What exceeds the budget after each exchange of an option, and the seconds that it costs."""
+        figures = zip(self._exchanged, self._figures_of(choice), strict=True)
+        own: list[Ints] = [np.where(self._is_exchanged, exchanged, now) for exchanged, now in figures]
+        left = _excess(self._peaks_with(choice.kept).of(*own), budget_bytes)
+        return left, self._seconds - np.array([choice.options[key].seconds for key, _ in self._exchanges])
 
     def relaxed(self, choice: Choice, budget_bytes: int) -> Choice:
         """The same with faster options, and fewer gathers, where these do not exceed the budget by more."""
@@ -170,9 +195,25 @@ class _Search:
         return choice
 
 
+def _figures(options: Sequence[Option]) -> Ints:
+    """Bytes of shape (3, options): peaks of their forwards, of their backwards, what they hold in between."""
+    peaks = [option.peaks for option in options]
+    return np.array([[p.forward_bytes, p.backward_bytes, p.held_bytes] for p in peaks], np.int64).T
+
+
+def _excess(peaks: Ints, budget_bytes: int) -> Ints:
+    """What peaks exceed a budget by, summed over the last dimension."""
+    return np.maximum(peaks - budget_bytes, 0).sum(axis=-1)
+
+
 def _without_seconds(graph: Graph) -> Graph:
     nodes = (replace(node, forward_seconds=0.0, backward_seconds=0.0, rerun_price=0.0) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _owning_nothing(graph: Graph) -> Graph:
+    """The graph without what is alive throughout, on which no schedule depends: a rank of any world has the same."""
+    return replace(graph, static_bytes=0, input_bytes=0)
 
 
 @lru_cache(maxsize=64)
@@ -189,7 +230,7 @@ def _options(
         """A schedule with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step."""
         extended = _with_rest(graph, rest_bytes)
         try:
-            made = plan(extended, fixed + peak_bytes, planner, like=start, **dict(options))
+            made = plan(extended, peak_bytes, planner, like=start, **dict(options))
         except InfeasibleBudgetError as error:
             try:
                 made = plan(extended, int(error.minimum_bytes), planner, like=start, **dict(options))
@@ -198,7 +239,6 @@ def _options(
         schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))
         found.setdefault(str(schedule), option(schedule))
 
-    fixed = graph.static_bytes + graph.input_bytes
     start = _with_rest(like, 0)  # one search, from which those for all other limits start
     plain = option(lower_kept(graph, range(len(graph.nodes))))
     found = {str(plain.schedule): plain}

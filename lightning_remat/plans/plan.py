@@ -259,10 +259,8 @@ class StepPlan:
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
     """The step with every region as autograd runs it, and every unit as the user has set it."""
-    if surroundings.gathering is not None:
-        surroundings = replace(surroundings, gathering=surroundings.gathering.plain)
     schedules = {k: lower_kept(g, range(len(g.nodes))) for k, g in graphs.items()}
-    return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings)
+    return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings.plain)
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from ..schedules.compiled import Ints
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import alive_after, simulate
@@ -50,6 +53,11 @@ class Surroundings:
     def keeps_gradients(self) -> bool:
         """Whether the regions add to gradients that are there: full ones of shards are reduced in every backward."""
         return self.is_accumulating and self.gathering is None
+
+    @property
+    def plain(self) -> Surroundings:
+        """The same with every unit as the user has set it."""
+        return self if self.gathering is None else replace(self, gathering=self.gathering.plain)
 
     def corrected(self, excess_bytes: int) -> Surroundings:
         """The same, with `excess_bytes` more in every moment of forward and backward."""
@@ -161,22 +169,29 @@ class StepPeaks:
     """
 
     def __init__(self, calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> None:
-        self._forward, self._backward = _levels(calls, surroundings)
+        forward, backward = _levels(calls, surroundings)
+        self._forward, self._backward = _level_arrays(forward), _level_arrays(backward[::-1])
 
-    def of(self, peaks: Sequence[RegionPeaks]) -> list[int]:
+    def of(self, forward_bytes: Ints, backward_bytes: Ints, held_bytes: Ints) -> Ints:
         """The peaks, those of the forwards first; their maximum is that of `step_timeline`.
 
         Args:
-            peaks: Of each call's region by its schedule.
+            forward_bytes: `RegionPeaks.forward_bytes` of each call's region by its schedule, in order; of shape
+                (calls,), or (choices, calls) for several choices of schedules at once.
+            backward_bytes: `RegionPeaks.backward_bytes`, likewise.
+            held_bytes: `RegionPeaks.held_bytes`, likewise.
+
+        Returns:
+            Bytes, of shape (2 * calls,) or (choices, 2 * calls); backwards in the order of the calls.
         """
-        held, found = 0, list[int]()
-        for level, region in zip(self._forward, peaks, strict=True):
-            found.append(level.peak(region.forward_bytes, held, held + region.held_bytes, held))
-            held += region.held_bytes
-        for level, region in zip(self._backward, reversed(peaks), strict=True):
-            held -= region.held_bytes
-            found.append(level.peak(region.backward_bytes, held + region.held_bytes, held, held))
-        return found
+        after = np.cumsum(held_bytes, axis=-1)
+        before = after - held_bytes  # what the regions before hold, in the forward and again in the backward
+        (during, enters, leaves), (during_back, enters_back, leaves_back) = self._forward, self._backward
+        forward = np.maximum(during + forward_bytes + before, np.maximum(enters + before, leaves + after))
+        backward = np.maximum(
+            during_back + backward_bytes + before, np.maximum(enters_back + after, leaves_back + before)
+        )
+        return np.concatenate([forward, backward], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +209,6 @@ class _Level:
     before_bytes: int = 0
     after_bytes: int = 0
     unit_bytes: int = 0
-
-    def peak(self, own: int, before: int, after: int, during: int) -> int:
-        """The most alive from before it to after it, given what regions hold before, after and during it."""
-        return max(self.during_bytes + own + during, self.before_bytes + before, self.after_bytes + after)
 
     def with_calls(self, own: list[int], before: int, after: int, during: int) -> list[int]:
         """The most alive in each of its actions; the first and the last have what is before and after it."""
@@ -236,6 +247,14 @@ def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> t
             done.add(key)
             arrived += grads[key]
     return [_Level(base + kept) for _ in calls], levels
+
+
+def _level_arrays(levels: Sequence[_Level]) -> tuple[Ints, Ints, Ints]:
+    return (
+        np.array([level.during_bytes for level in levels], np.int64),
+        np.array([level.before_bytes for level in levels], np.int64),
+        np.array([level.after_bytes for level in levels], np.int64),
+    )
 
 
 def _level(base: int, beside: Beside) -> _Level:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from ..capture.dynamo import CapturedGraph, CaptureError, forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
-from .profiles import known_profile
+from .profiles import kind_of, known_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,12 @@ class Call:
             return any(p.requires_grad for p in self.module.parameters())
         return any(isinstance(v, nn.Parameter) and v.requires_grad for v in self.part.values)
 
-    def traced(self) -> TracedModule:
+    def traced(self, known: dict[Hashable, TracedModule] | None = None) -> TracedModule:
         """The operations of the call.
+
+        Args:
+            known: Those of other calls, to which these are added: modules of equal structure share a graph, and with it
+                its operations.
 
         Raises:
             TraceError: It has none.
@@ -66,9 +72,13 @@ class Call:
         with self.ambient.restored():
             if self.part is None:
                 return trace(self.module, *self.args, **self.kwargs)
-            traced = self._traced_part(is_out_of_place=False)
-            assert traced is not None
-            return traced
+            known = {} if known is None else known
+            key = (self.part.graph, self.ambient, tuple(map(kind_of, self.part.values)))
+            if key not in known:
+                traced = self._traced_part(is_out_of_place=False)
+                assert traced is not None
+                known[key] = traced
+            return replace(known[key], module=self.module)
 
     def out_of_place(self, traced: TracedModule) -> TracedModule | None:
         """Its operations with in-place activations apart; None if there are none."""
@@ -87,7 +97,9 @@ class Call:
             return profile_call(traced, stand_ins(part.values), tensors_in((self.args, self.kwargs)), **options)
 
         with self.ambient.restored():
-            return known_profile(traced, leaves if part is None else part.values, options, made)
+            graph = known_profile(traced, leaves if part is None else part.values, options, made)
+        # Of this module: others that share the graph may be sharded over fewer processes, or more.
+        return replace(graph, static_bytes=storage_bytes([*self.module.parameters(), *self.module.buffers()]))
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
         part = self.part

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of, share_forwards
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
+from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
@@ -71,7 +72,7 @@ def look_through(
             with undone():
                 return _look_through(root, step, modules, holds=holds)
 
-        return together(root, look)
+        return together(root, look, is_out_of_memory)
 
     if not is_known_to_differentiate:
         try:

@@ -32,7 +32,7 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     """
     of_graph = _known.setdefault(cast(CapturedGraph, traced.captured), {})
     names = tuple(operation.name for operation in traced.operations)  # in place, or out of place
-    key = (names, tuple(map(_kind, values)), tuple(sorted(options.items())))
+    key = (names, tuple(map(kind_of, values)), tuple(sorted(options.items())))
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
@@ -42,7 +42,8 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     return of_graph[key]
 
 
-def _kind(value: Any) -> Hashable:
+def kind_of(value: Any) -> Hashable:
+    """What of a value decides what a captured graph does with it."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, bool | int | float) else type(cast(object, value))
     layout = tuple(value.stride()) if value.layout is torch.strided else str(value.layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -73,6 +73,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         NoCallError: The step calls nothing to begin with.
     """
     traced: dict[str, TracedModule] = {}
+    known: dict[Hashable, TracedModule] = {}
     reasons: dict[str, str] = {}
     divided: dict[nn.Module, str] = {}
     while watched is None or watched:
@@ -87,7 +88,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
             continue
         for name in dict.fromkeys(call.name for call in view.calls):
             if name not in traced and name not in reasons:
-                _note(name, view.calls, traced, reasons)
+                _note(name, view.calls, traced, known, reasons)
         failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and not c.is_divided)
         calls = [call for call in view.calls if call.name in traced]
         idle = [m for m in divided if not any(c.module is m and c.trains for c in calls)]
@@ -146,12 +147,13 @@ def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, P
     missing = [name for name in plans if name not in first]
     if missing:
         raise ValueError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
-    return {name: checked_program(as_planned(first[name], plan), plan) for name, plan in plans.items()}
+    known: dict[Hashable, TracedModule] = {}
+    return {name: checked_program(_as_planned(first[name], plan, known), plan) for name, plan in plans.items()}
 
 
-def as_planned(call: Call, plan: Plan) -> TracedModule:
+def _as_planned(call: Call, plan: Plan, known: dict[Hashable, TracedModule]) -> TracedModule:
     """The operations that an earlier plan is for: in-place activations are apart in some."""
-    traced = call.traced()
+    traced = call.traced(known)
     names = [node.name for node in plan.graph.nodes]
     if [operation.name for operation in traced.operations] == names:
         return traced
@@ -178,7 +180,13 @@ def _parts_within(module: nn.Module) -> Iterator[nn.Module]:
     return iter(()) if is_sharded(module) else parts_of(module)
 
 
-def _note(name: str, calls: Sequence[Call], traced: dict[str, TracedModule], reasons: dict[str, str]) -> None:
+def _note(
+    name: str,
+    calls: Sequence[Call],
+    traced: dict[str, TracedModule],
+    known: dict[Hashable, TracedModule],
+    reasons: dict[str, str],
+) -> None:
     """Notes the operations of a region, all calls of which must be alike, or why it has none."""
     own = [call for call in calls if call.name == name]
     try:
@@ -190,7 +198,7 @@ def _note(name: str, calls: Sequence[Call], traced: dict[str, TracedModule], rea
                 raise TraceError(reason)
             if is_exchanged(own[0].module):
                 raise TraceError("its forward has been replaced on this instance, or a part of it is compiled")
-        traced[name] = own[0].traced()
+        traced[name] = own[0].traced(known)
     except TraceError as error:
         reasons[name] = f"{name}: {error}" if name else str(error)
 

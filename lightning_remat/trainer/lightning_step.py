@@ -229,7 +229,8 @@ class LightningTrial:
         Raises:
             StepFailedError: The step raises, for another reason than a lack of memory or of samples.
         """
-        return together(self.trainer.lightning_module, partial(self._tried, batch_size, with_scratch))
+        step = partial(self._tried, batch_size, with_scratch)
+        return together(self.trainer.lightning_module, step, is_out_of_memory)
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():

@@ -47,6 +47,7 @@ class World:
         plans: From the lowest budget to that peak.
         measured_bytes: The peak of the plan in the middle, run on fake tensors.
         seconds: What all of it took.
+        processor_seconds: Those of it in which this process had a processor.
     """
 
     size: int
@@ -55,6 +56,7 @@ class World:
     plans: tuple[StepPlan, ...]
     measured_bytes: int
     seconds: float
+    processor_seconds: float
 
     @property
     def middle(self) -> StepPlan:
@@ -64,7 +66,7 @@ class World:
 
 def plan_world(size: int, arguments: argparse.Namespace) -> World:
     """Plans a rank of a world at budgets from the lowest peak to the plain one."""
-    start = time.perf_counter()
+    start, start_on_processor = time.perf_counter(), time.process_time()
     mode, device = FakeTensorMode(), device_named(arguments.device)
     with imagined_world(size) as mesh, mode, assumed_speed(device.speed_at(PRECISION)):
         heads = arguments.width // 128
@@ -78,7 +80,7 @@ def plan_world(size: int, arguments: argparse.Namespace) -> World:
             module,
             tokens,
             lambda batch: module(batch).float().square().mean(),
-            [torch.optim.AdamW(module.parameters())],
+            [torch.optim.AdamW(module.parameters(), fused=True)],
             partial(torch.autocast, "cpu", dtype=torch.bfloat16),
             torch.autograd.backward,
             None,
@@ -96,7 +98,8 @@ def plan_world(size: int, arguments: argparse.Namespace) -> World:
         modules = install(trial, arguments.batch_size, plans[len(plans) // 2])
         measured = trial.measure(arguments.batch_size, with_scratch=False)
         uninstall(modules)
-    return World(size, num_parameters, plain_bytes, plans, measured, time.perf_counter() - start)
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - start_on_processor
+    return World(size, num_parameters, plain_bytes, plans, measured, seconds, processor_seconds)
 
 
 def _planned(model: StepModel, arguments: argparse.Namespace, budget_bytes: int) -> StepPlan:
@@ -106,11 +109,11 @@ def _planned(model: StepModel, arguments: argparse.Namespace, budget_bytes: int)
         return model.plan(arguments.batch_size, int(error.minimum_bytes), arguments.planner)
 
 
-def second_gathers(step: StepPlan) -> int:
+def gathered_again(step: StepPlan) -> int:
     """Units that are gathered again for their backward."""
     gathering = step.surroundings.gathering
     assert gathering is not None
-    return sum(not unit.kept_bytes for unit in gathering.units)
+    return gathering.second_gathers
 
 
 def more_time(step: StepPlan) -> float:
@@ -128,7 +131,7 @@ def rows_of(world: World) -> list[str]:
     """The rows of one world, the lowest peak first."""
     return [
         f"| {world.size} | {world.plain_bytes / GIB:.2f} | {step.predicted_peak_bytes / GIB:.2f} | "
-        f"{step.num_recomputed} | {second_gathers(step)} | +{more_time(step):.1%} |"
+        f"{step.num_recomputed} | {gathered_again(step)} | +{more_time(step):.1%} |"
         for step in world.plans
     ]
 
@@ -139,7 +142,7 @@ def checked(world: World) -> str:
     return (
         f"{world.size} ranks: the plan for {predicted / GIB:.2f} GiB, run on fake tensors, peaks at "
         f"{world.measured_bytes / GIB:.2f} GiB ({world.measured_bytes / predicted - 1:+.2%}); all of it took "
-        f"{world.seconds:.0f} s."
+        f"{world.seconds:.0f} s, {world.processor_seconds:.0f} s of a processor."
     )
 
 
@@ -185,7 +188,7 @@ def main() -> None:
         f"tokens a rank, {PRECISION}"
     )
     told = (
-        f"{title}; AdamW, `{arguments.planner}`. Seconds are estimates for {arguments.device} and gathers of "
+        f"{title}; fused AdamW, `{arguments.planner}`. Seconds are estimates for {arguments.device} and gathers of "
         f"{arguments.gigabytes:g} GB/s that nothing hides. Written by `python recipes/benchmarks/world_sizes.py` "
         f"(torch {torch.__version__}), in one process."
     )

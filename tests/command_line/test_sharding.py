@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from sharded_nets import Transformer, one_of_many, shard
+from sharded_nets import Transformer, counted, one_of_many, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import resnet18, vgg11
@@ -59,22 +59,15 @@ def test_blocks_are_what_people_shard() -> None:
     assert repeated_blocks(transformer) == blocks
 
 
-def test_units_of_equal_structure_are_captured_profiled_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiled: list[object] = []
-    profile_call = calls.profile_call
-
-    def counted(traced: object, *args: object, **kwargs: object) -> object:
-        profiled.append(traced)
-        return profile_call(traced, *args, **kwargs)
-
-    monkeypatch.setattr(calls, "profile_call", counted)
+def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> None:
     options._options.cache_clear()
-    with one_of_many(4) as mesh, FakeTensorMode():
+    with one_of_many(4) as mesh, FakeTensorMode(), counted(calls, "traced_graph") as traced:
         net = shard(Transformer(), mesh=mesh)
-        made = rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
+        with counted(calls, "profile_call") as profiled:
+            made = rematerialize(net, torch.randn(256, 8), memory_budget="85%", planner="periodic")
         assert made.num_recomputed
         assert len({forward_of(block) for block in net.stages[0]}) == 1
-    assert len(profiled) == 1
+    assert len(traced) == len(profiled) == 1
     assert options._options.cache_info().misses == 1
 
 
@@ -87,3 +80,39 @@ def test_units_with_other_settings_are_not_taken_for_equal() -> None:
         first, other, *rest = map(forward_of, net.stages[0])
         assert first is not other
         assert rest == [first, first]
+
+
+def test_gathers_are_planned_with_a_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--strategy", "fsdp2", "--world-size", "8", "--memory", "90%"]
+    left = asked(capsys, *wanted)
+    planned = asked(capsys, *wanted, "--gather-bandwidth", "4GB/s")
+    assert left["gather_bandwidth"] is None
+    assert {point["second_gathers"] for point in left["curve"]} == {4}  # every block, as fully_shard has it
+    assert planned["gather_bandwidth"] == 4e9
+    gathers = [point["second_gathers"] for point in planned["curve"]]
+    assert gathers[0] > gathers[-1] == 0  # the lowest peak first
+    assert planned["plain_peak_bytes"] == pytest.approx(left["plain_peak_bytes"], rel=0.02)
+    for told in (left, planned):  # of the plain step, whatever the plan does
+        assert sum(told["plain_peak_contents"].values()) == pytest.approx(told["plain_peak_bytes"], rel=0.02)
+    assert planned["measured_peak_bytes"] <= planned["budget_bytes"]
+
+
+def test_how_it_is_asked_for_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--strategy", "fsdp2", "--world-size", "8", "--gather-bandwidth", "4GB", "--memory", "80%"]
+    assert main(["plan", NET, "--input", "256x8", "--planner", "periodic", *wanted]) == 0
+    told = capsys.readouterr().out
+    assert "gathered twice" in told
+    assert 'Rematerialization(memory_budget="80%", batch_size="keep", gather_bandwidth=4e+09)' in told
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_bandwidth_wants_gathers(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NET, "--input", "64x8", "--strategy", strategy, "--gather-bandwidth", "50GB"]) == 2
+    told = f"--gather-bandwidth needs --strategy fsdp2: with {strategy} no parameters are gathered"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["fast", "50%", "0GB", "-1"])
+def test_a_wrong_bandwidth_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NET, "--input", "64x8", "--strategy", "fsdp2", f"--gather-bandwidth={text}"]) == 2
+    assert f"--gather-bandwidth is '{text}', expected bytes a second, such as 50GB" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sharded_fits import FITS
 from sharded_run import RUNS
 
 
@@ -39,20 +40,22 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["in_trainer", "finds_a_size", *RUNS])
+@pytest.mark.parametrize("name", [*FITS, *RUNS])
 def test_the_bits_of_plain_fsdp2(name: str, done: tuple[list[str], str]) -> None:
     passed, output = done
     assert name in passed, output
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path) -> None:
-    ran = start(tmp_path, "fails")
+@pytest.mark.parametrize(("how", "error"), [("fails", "ArithmeticError"), ("runs_out", "RuntimeError: Default")])
+def test_a_step_that_fails_on_one_rank_ends_all_with_its_error(how: str, error: str, tmp_path: Path) -> None:
+    ran = start(tmp_path, how)
     assert ran.returncode != 0
     for rank in (0, 1):
         told = (tmp_path / f"failed-{rank}").read_text()
         assert "OtherRankError: process 1 of 2 has failed" in told, told
-        assert "ArithmeticError: of the second process" in told, told
+        assert error in told, told
+        assert "of the second process" in told, told
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_remat.module_state.preserve import preserved
 
@@ -55,6 +57,20 @@ class Stateful(nn.Module):
 
 def randoms() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_sizes_are_put_back(is_fake: bool) -> None:
+    with FakeTensorMode() if is_fake else nullcontext():
+        module = Stateful()
+        sizes = [t.shape for t in module.state_dict().values()]
+        total = module.total
+        with preserved([module]):
+            total.resize_(5)
+            module.linear.weight.data = torch.zeros(3, 7)
+        assert module.total is total
+        assert [t.shape for t in module.state_dict().values()] == sizes
+        assert is_fake or total.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("fails", [False, True])

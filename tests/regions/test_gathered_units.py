@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_nets import Transformer, counted, one_of_many, shard
+from sharded_nets import FEATURES, Transformer, counted, one_of_many, shard
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torchvision.models import resnet18
 
 from lightning_remat import InfeasibleBudgetError, Plan, rematerialize, restore
+from lightning_remat.capture.dynamo import forward_of
 from lightning_remat.measure.cost_model import Speed, assumed_speed
 from lightning_remat.regions.step_run import step_peak
 
@@ -139,3 +140,20 @@ def test_tensor_parallel_two_by_two_is_refused(both: bool) -> None:
             fully_shard(module, mesh=mesh["data_parallel"])
         with pytest.raises(ValueError, match=r"tensor parallel.*Remedy"):
             rematerialize(module, torch.randn(8, 8), memory_budget="90%")
+
+
+def test_equal_units_count_the_shards_that_each_has() -> None:
+    """The first block is sharded over four processes, the others over two, which share its graph and its profile."""
+    with one_of_many(4) as mesh, FakeTensorMode():
+        with unset_fake_temporarily():
+            two_by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        module = Transformer()
+        for k, block in enumerate(module.stages[0]):
+            fully_shard(block, mesh=two_by_two if k else mesh)
+        fully_shard(module, mesh=mesh)
+        whole = sum(p.numel() * p.element_size() for p in module.stages[0][0].parameters())
+        made = rematerialize(module, torch.randn(X_SAMPLES, FEATURES), memory_budget="90%", planner="periodic")
+        assert len({forward_of(block) for block in module.stages[0]}) == 1
+    assert made.step is not None
+    held = [made.step.plans[key].graph.static_bytes for key in made.step.keys]
+    assert held == [whole // 4, whole // 2, whole // 2, whole // 2]
