@@ -189,13 +189,13 @@ def _hooks_captured(is_wanted: bool) -> Generator[None]:
         compiled_autograd.compiled_autograd_enabled = before
 
 
-def _ignored_functions() -> set[Callable[..., Any]]:
+def _ignored_functions() -> frozenset[Callable[..., Any]]:
     """What libraries add to loggers to say something once: such a line is left out, where others divide a forward.
 
     transformers has one in the loss of each model whose configuration names none.
     """
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    return {*once, *NOTES_FOR_COMPILERS, *getattr(config, _IGNORED)}
+    return frozenset({*once, *NOTES_FOR_COMPILERS, *getattr(config, _IGNORED)})  # torch 2.11 would sort a set
 
 
 _IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11
