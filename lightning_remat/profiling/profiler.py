@@ -308,7 +308,7 @@ class _Profiler:
             forward = [min(known, self._time_forward(n)) for n, known in enumerate(forward)]
             self.start_over()
             backward = [tuple(map(min, known, self._time_backward(n))) for n, known in enumerate(backward)]
-        beside = statistics.median(empty for _, empty in backward)
+        beside = statistics.median(empty for _, empty in backward) if nodes else 0.0
         return tuple(
             replace(node, forward_seconds=f, backward_seconds=max(0.0, b - beside))
             for node, f, (b, _) in zip(nodes, forward, backward, strict=True)

@@ -236,3 +236,8 @@ def test_slow_operations_are_timed_in_fewer_passes(monkeypatch: pytest.MonkeyPat
     seconds, passes = timed(Clock(range(0)), monkeypatch, (3.0, 0.5))
     assert seconds == pytest.approx([3.0, 0.5])
     assert passes == 2
+
+
+def test_a_module_that_hands_on_its_input_has_an_empty_profile() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert profile(trace(nn.Identity(), x), x).nodes == ()
