@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
-from ..errors import TraceError
+from ..errors import InfeasibleBudgetError, TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
@@ -27,6 +27,7 @@ from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
+from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .executor import Watch
 from .forward import run_forward
@@ -134,7 +135,7 @@ class _Rewritten:
             # Nothing is run to measure this one: its prediction is taken to be off by the same factor as theirs.
             predicted = [(plan, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
             budget_bytes = max(plan.budget_bytes * peak // max(1, plan.peak_bytes) for plan, peak in predicted)
-            plan = make_plan(costs, budget_bytes, self.planner)
+            plan = self._planned(costs, budget_bytes)
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
             return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
         except ValueError as error:  # what a planner of the user's proposes too
@@ -144,6 +145,19 @@ class _Rewritten:
                 )
             self._has_warned = True
             return None
+
+    def _planned(self, costs: Graph, expected_bytes: int) -> Plan:
+        """A plan for a graph that is expected to have so much; the lowest one where that is a little too strict.
+
+        Raises:
+            InfeasibleBudgetError: Even that exceeds what the first graphs had.
+        """
+        try:
+            return make_plan(costs, expected_bytes, self.planner)
+        except InfeasibleBudgetError as error:
+            if error.minimum_bytes > max(plan.budget_bytes for _, plan in self.parts):
+                raise
+            return make_plan(costs, int(error.minimum_bytes), self.planner)
 
     def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:
         """The tensors that come into a graph: the call's, or any that the module does not hold."""

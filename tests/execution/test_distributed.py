@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from script_runs import ENVIRONMENT, FOLDER
 
 NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "sharded_later", "ddp"]
 
@@ -15,14 +14,12 @@ NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "sharded_later", "ddp"
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What both ranks printed, errors included."""
-    script = Path(__file__).parent.parent / "distributed_run.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    script = FOLDER / "distributed_run.py"
     store = tmp_path_factory.mktemp("group") / "store"
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(store), str(rank)],
-            env=environment,
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from script_runs import ENVIRONMENT, FOLDER
 from sharded_fits import FITS
 from sharded_run import RUNS
 
 
 def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the script, which starts a second process itself where it is not told of others."""
-    script = Path(__file__).parent.parent / "sharded_run.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    script = FOLDER / "sharded_run.py"
     return subprocess.run(
         [sys.executable, str(script), str(folder), *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from script_runs import ENVIRONMENT, FOLDER
 from torch import nn
 
 from lightning_remat.measure.meter import measure_growth
@@ -48,10 +47,8 @@ def test_scratch_memory_of_a_convolution_is_seen_beside_tensors() -> None:
 @needs_onednn
 def test_profile_with_scratch_tells_what_a_step_takes_better_than_one_without() -> None:
     """How much scratch a kernel takes, and when it is handed back, differs from one processor to the next."""
-    script = Path(__file__).parent.parent / "scratch_run.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, env=environment)
+    script = FOLDER / "scratch_run.py"
+    done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, env=ENVIRONMENT)
     step = json.loads(done.stdout)
     assert step["bare"] < step["full"]
     assert abs(step["full"] - step["measured"]) < 0.7 * abs(step["bare"] - step["measured"])

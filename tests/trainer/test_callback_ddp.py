@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 
 import pytest
 from ddp_run import EFFECTIVE_BATCH_SIZE
+from script_runs import ENVIRONMENT, FOLDER
 
 
 @pytest.mark.slow
 def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_path: Path) -> None:
     """All runs in one test: to start two ranks takes far longer than to train."""
-    script = Path(__file__).parent.parent / "ddp_run.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    script = FOLDER / "ddp_run.py"
     # A toy's tensors lie in the C library's heap, whose gaps are as large as the toy; mapped apart, they leave none.
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "16384"}
+    environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "16384"}
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
     check_search(*seen(tmp_path, "search"))
     plain, planned = seen(tmp_path, "plain"), seen(tmp_path, "keep")

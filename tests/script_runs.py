@@ -1,0 +1,15 @@
+"""Scripts of the tests that run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, (FOLDER, FOLDER.parent, FOLDER.parent / "recipes"))),
+    "OMP_NUM_THREADS": "1",
+}
+"""Of such a process: it imports what pytest lets the tests import, and takes one thread."""
