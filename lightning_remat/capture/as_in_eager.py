@@ -27,6 +27,8 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
 )
 
+from .shared_setting import SharedSetting
+
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
@@ -45,22 +47,21 @@ _QUESTIONS: tuple[Any, ...] = (
 _here = threading.local()
 
 
-NOTES_FOR_COMPILERS: tuple[Any, ...] = (torch._dynamo.mark_static_address,)
+NOTE_FOR_COMPILERS: Any = torch._dynamo.mark_static_address
 """What only code that is not compiled calls, to tell a compiler something: nothing to compute, so it is left out."""
+
+_LEFT_OUT = SharedSetting(NOTE_FOR_COMPILERS, "_dynamo_forbidden", False)  # else TorchDynamo fails where it meets it
 
 
 @contextmanager
 def as_in_eager() -> Generator[None]:
     """What this thread captures inside is answered so."""
     before, _here.is_hidden = getattr(_here, "is_hidden", False), True
-    for note in NOTES_FOR_COMPILERS:
-        note._dynamo_forbidden = False  # else TorchDynamo fails where it meets one
     try:
-        yield
+        with _LEFT_OUT.wanted():
+            yield
     finally:
         _here.is_hidden = before
-        for note in NOTES_FOR_COMPILERS:
-            note._dynamo_forbidden = not before
 
 
 def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -24,7 +24,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from .as_in_eager import NOTES_FOR_COMPILERS, as_in_eager
+from .as_in_eager import NOTE_FOR_COMPILERS, as_in_eager
+from .shared_setting import SharedSetting
 
 # Of TorchDynamo's own names only these few are used, all of them here and in `as_in_eager`.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -147,7 +148,8 @@ class CompiledForward:
         try:
             # Of this thread; TorchDynamo may have to capture anew.
             settings = self._settings | {_IGNORED: _ignored_functions()}
-            with config.patch(settings), as_in_eager(), _hooks_captured(self.has_hooks):
+            hooks = _hooks_captured.wanted() if self.has_hooks else nullcontext()
+            with config.patch(settings), as_in_eager(), hooks:
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -178,15 +180,8 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
-@contextmanager
-def _hooks_captured(is_wanted: bool) -> Generator[None]:
-    """Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them."""
-    before = compiled_autograd.compiled_autograd_enabled
-    compiled_autograd.compiled_autograd_enabled = before or is_wanted
-    try:
-        yield
-    finally:
-        compiled_autograd.compiled_autograd_enabled = before
+# Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.
+_hooks_captured = SharedSetting(compiled_autograd, "compiled_autograd_enabled", True)
 
 
 def _ignored_functions() -> frozenset[Callable[..., Any]]:
@@ -195,7 +190,7 @@ def _ignored_functions() -> frozenset[Callable[..., Any]]:
     transformers has one in the loss of each model whose configuration names none.
     """
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    return frozenset({*once, *NOTES_FOR_COMPILERS, *getattr(config, _IGNORED)})  # torch 2.11 would sort a set
+    return frozenset({*once, NOTE_FOR_COMPILERS, *getattr(config, _IGNORED)})  # torch 2.11 would sort a set
 
 
 _IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11

@@ -30,7 +30,6 @@ NAMES = (
 _FOUR = {"depth": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"depth": 4, "embed_dim": 192, "num_heads": 3},
-    "convmixer_768_32": {"depth": 4, "dim": 256},
     "deepseek_vit_412m": _FOUR,
     "gemma4_vit_167m": _FOUR,
     "naflexvit_base_patch16_siglip": {"depth": 4, "embed_dim": 192, "num_heads": 3},

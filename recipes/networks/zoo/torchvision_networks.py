@@ -24,7 +24,7 @@ DETECTION = (
 VIDEO = "mc3_18 mvit_v2_s r2plus1d_18 r3d_18 s3d swin3d_t"
 
 SIZES = {"inception_v3": (2, 299), "maxvit_t": (1, 224), "vit_b_16": (1, 224)}
-CLIPS = {"mvit_v2_s": (1, 3, 16, 224, 224), "s3d": (2, 3, 16, 64, 64)}
+CLIPS = {"mvit_v2_s": (1, 3, 16, 224, 224), "s3d": (1, 3, 16, 224, 224)}
 
 
 def _build(name: str, **options: Any) -> nn.Module:
