@@ -241,3 +241,15 @@ def test_slow_operations_are_timed_in_fewer_passes(monkeypatch: pytest.MonkeyPat
 def test_a_module_that_hands_on_its_input_has_an_empty_profile() -> None:
     x = torch.randn(3, requires_grad=True)
     assert profile(trace(nn.Identity(), x), x).nodes == ()
+
+
+class ChangesWhatItSaved(nn.Module):
+    """PyTorch would refuse the backward of the first operation, for which no step asks."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sigmoid().mul_(2).detach(), x * 2
+
+
+def test_a_backward_that_no_step_asks_for_may_be_one_that_pytorch_refuses() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert len(profile(trace(ChangesWhatItSaved(), x), x).nodes) > 1
