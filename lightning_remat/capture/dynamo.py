@@ -147,7 +147,7 @@ class CompiledForward:
         before, self._local.run = getattr(self._local, "run", None), run
         try:
             # Of this thread; TorchDynamo may have to capture anew.
-            settings = self._settings | {_IGNORED: _ignored_functions()}
+            settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
             hooks = _hooks_captured.wanted() if self.has_hooks else nullcontext()
             with config.patch(settings), as_in_eager(), hooks:
                 return self._compiled(module, *args, **kwargs)
@@ -184,16 +184,14 @@ class CompiledForward:
 _hooks_captured = SharedSetting(compiled_autograd, "compiled_autograd_enabled", True)
 
 
-def _ignored_functions() -> frozenset[Callable[..., Any]]:
+def _ignored_functions() -> set[Callable[..., Any]]:
     """What libraries add to loggers to say something once: such a line is left out, where others divide a forward.
 
     transformers has one in the loss of each model whose configuration names none.
     """
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    return frozenset({*once, NOTE_FOR_COMPILERS, *getattr(config, _IGNORED)})  # torch 2.11 would sort a set
+    return {*once, NOTE_FOR_COMPILERS, *config.ignore_logging_functions}
 
-
-_IGNORED = next(k for k in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, k))  # torch 2.11
 
 _forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
     weakref.WeakKeyDictionary(),

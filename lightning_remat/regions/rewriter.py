@@ -32,7 +32,7 @@ from .footprint import outside_bytes
 from .gathering import gathering_of, reshard_as_planned, units_in
 from .look_through import look_through, submodules
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
-from .step_run import infeasible_as_run, plain_step_peak, step_peak, untouched
+from .step_run import WORTH_ANOTHER, infeasible_as_run, plain_step_peak, step_peak, untouched
 
 _MOST_STEPS = 4
 """Planned steps that are run at most to learn what the code between the regions needs."""
@@ -186,9 +186,9 @@ class _Parts:
         """The peak of a step as the module is rewritten."""
         return step_peak(self.module, self.args, self.kwargs)
 
-    def install(self, step: StepPlan, plan: Plan) -> None:
+    def install(self, step: StepPlan, plan: Plan, planner: str | Callable[..., Schedule]) -> None:
         programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
-        install_regions(self.module, programs, plan, left=self.left)
+        install_regions(self.module, programs, plan, planner, self.left)
         reshard_as_planned(self.units, step.surroundings.gathering)
 
 
@@ -216,7 +216,7 @@ def _fitted(
             # What the lowest peak is, a measured step has yet to tell.
             infeasible = error
             step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
-        parts.install(step, step.as_plan(name))
+        parts.install(step, step.as_plan(name), planner)
         measured = max(all_ranks(parts.module, together(parts.module, lambda: retried(parts.measured_peak))))
         excess = measured - step.predicted_peak_bytes
         around = around.corrected(excess)
@@ -230,20 +230,16 @@ def _fitted(
                 rung="regions",
                 reasons=parts.reasons,
             )
-            if is_improved or not step.num_recomputed or -excess < _WORTH_ANOTHER * measured:
+            if is_improved or not step.num_recomputed or -excess < WORTH_ANOTHER * measured:
                 break
         elif infeasible is not None:
             raise infeasible_as_run(infeasible, measured, budget)
     assert good is not None, "a planner that meets a budget of one byte"
     assert good.step is not None
-    parts.install(good.step, good)
+    parts.install(good.step, good, planner)
     return good
 
 
 def _least_budget(module: nn.Module, budget_of: Callable[[int], int], plain_peak_bytes: int) -> int:
     """The budget of the rank that has the least, of a module that lies on several."""
     return min(all_ranks(module, budget_of(plain_peak_bytes)))
-
-
-_WORTH_ANOTHER = 0.01
-"""Room left in the budget, as a fraction of the measured peak, that is worth another plan."""

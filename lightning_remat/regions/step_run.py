@@ -28,6 +28,9 @@ from .footprint import storage_bytes
 
 logger = logging.getLogger("lightning_remat")
 
+WORTH_ANOTHER = 0.01
+"""Room that a tried step leaves in the budget, as a fraction of its peak, that is worth another plan."""
+
 
 @contextmanager
 def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> Generator[None]:

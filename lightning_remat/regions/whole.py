@@ -24,15 +24,12 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
 from .profiles import known_profile
-from .step_run import infeasible_as_run, plain_step_peak, step_peak
+from .step_run import WORTH_ANOTHER, infeasible_as_run, plain_step_peak, step_peak
 
 logger = logging.getLogger("lightning_remat")
 
 _MOST_STEPS = 4
 """Planned steps that are run at most before it is the lowest one's turn; one, unless it exceeds the budget."""
-
-_WORTH_ANOTHER = 0.01
-"""Room left in the budget, as a fraction of the measured peak, that is worth another plan."""
 
 
 def rewrite_whole(
@@ -162,7 +159,7 @@ class _Whole:
     def _faster(self, made: Plan, plain: Simulation) -> Plan:
         """A plan for the room that the measured step leaves in the budget, if it recomputes less; else the same."""
         room = made.budget_bytes - made.peak_bytes
-        if made.correction_bytes >= 0 or not made.num_recomputed or room < _WORTH_ANOTHER * made.peak_bytes:
+        if made.correction_bytes >= 0 or not made.num_recomputed or room < WORTH_ANOTHER * made.peak_bytes:
             return made
         other = make_plan(made.graph, made.budget_bytes - made.correction_bytes, self.planner)
         if other.simulation.recompute_seconds >= made.simulation.recompute_seconds:

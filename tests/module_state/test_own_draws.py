@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from drawing_threads import drawing_beside
 from torch import Tensor, nn
 
 from lightning_remat import profile, trace
@@ -70,20 +70,6 @@ def test_a_generator_of_the_callers_is_used() -> None:
 def test_a_thread_that_draws_beside_a_profile_draws_as_if_it_were_alone() -> None:
     module = Noisy()
     traced = trace(module, X)
-    expected = torch.rand(1_000_000, generator=torch.Generator().manual_seed(5))
-    torch.manual_seed(5)
-    drawn: list[Tensor] = []
-    is_done = threading.Event()
-
-    def draw() -> None:
-        while not is_done.is_set() and len(drawn) < len(expected):
-            drawn.append(torch.rand(1))
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    for _ in range(3):
-        profile(traced, X, repeats=3)
-    is_done.set()
-    thread.join()
-    assert drawn
-    assert torch.equal(torch.cat(drawn), expected[: len(drawn)])
+    with drawing_beside():
+        for _ in range(3):
+            profile(traced, X, repeats=3)

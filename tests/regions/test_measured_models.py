@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import ATTENTION, JAMBA, MARKS, Case, language_model
 from torch import Tensor, nn
 from training_steps import output_tensors
 
-from benchmarks.peaks import LOSS_BYTES, TakesGradients
-from lightning_remat import InfeasibleBudgetError, measure_peak, rematerialize, restore
+from benchmarks.peaks import LOSS_BYTES, measured_peak
+from lightning_remat import InfeasibleBudgetError, rematerialize, restore
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
-Case = tuple[nn.Module, dict[str, Any]]
 TOKENS = torch.arange(64).reshape(2, 32) % 97
 ONES = torch.ones_like(TOKENS)
 PADDED = ONES.index_fill(1, torch.arange(20, 32), 0)
@@ -40,38 +35,19 @@ def swin_unetr() -> Case:
     return model, {"x_in": torch.randn(1, 1, 64, 64)}
 
 
-def language_model(kind: str, *, mask: Tensor | None = None, **sizes: Any) -> Case:
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, vocab_size=128, num_hidden_layers=2, hidden_size=32, **sizes)
+def trained(kind: str, *, mask: Tensor | None = None, **sizes: Any) -> Case:
     masked = {} if mask is None else {"attention_mask": mask}
-    return transformers.AutoModelForCausalLM.from_config(config), {"input_ids": TOKENS, "labels": TOKENS, **masked}
+    return language_model(kind, **sizes), {"input_ids": TOKENS, "labels": TOKENS, **masked}
 
-
-def jamba() -> Case:
-    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-    mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 2}
-    return language_model("jamba", **ATTENTION, **layers, **mamba)
-
-
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 
 CASES: dict[str, Callable[[], Case]] = {
     "monai unet": unet,
     "monai swin unetr": swin_unetr,
-    "mamba": lambda: language_model("mamba", state_size=4),
-    "jamba": jamba,
-    "llama with a mask of ones": lambda: language_model("llama", mask=ONES, **ATTENTION),
-    "llama with padding": lambda: language_model(
-        "llama", mask=ONES.index_fill(1, torch.arange(20, 32), 0), **ATTENTION
-    ),
+    "mamba": lambda: trained("mamba", state_size=4),
+    "jamba": lambda: trained("jamba", **JAMBA),
+    "llama with a mask of ones": lambda: trained("llama", mask=ONES, **ATTENTION),
+    "llama with padding": lambda: trained("llama", mask=PADDED, **ATTENTION),
 }
-
-
-def peak_of(module: nn.Module, kwargs: dict[str, Any]) -> int:
-    module.zero_grad()
-    with measure_peak(include=[module, *(t for t in kwargs.values() if isinstance(t, Tensor))]) as measured:
-        TakesGradients.apply(*output_tensors(module(**kwargs))).backward()
-    return measured.peak_bytes - LOSS_BYTES
 
 
 def step(module: nn.Module, kwargs: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
@@ -91,8 +67,8 @@ def test_a_model_trains_exactly_and_as_predicted(case: str) -> None:
     module, kwargs = CASES[case]()
     module.train()
     state = {name: t.clone() for name, t in module.state_dict().items()}
-    peak_of(module, kwargs)  # the first step may make what others find
-    plain, plain_peak = step(module, kwargs, state), peak_of(module, kwargs)
+    measured_peak(module, **kwargs)  # the first step may make what others find
+    plain, plain_peak = step(module, kwargs, state), measured_peak(module, **kwargs) - LOSS_BYTES
     with pytest.raises(InfeasibleBudgetError) as caught:
         rematerialize(module, memory_budget=1, planner="periodic", **kwargs)
     least = int(caught.value.minimum_bytes)
@@ -103,7 +79,7 @@ def test_a_model_trains_exactly_and_as_predicted(case: str) -> None:
         ours = step(module, kwargs, state)
         assert len(ours) == len(plain)
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-        measured = peak_of(module, kwargs)
+        measured = measured_peak(module, **kwargs) - LOSS_BYTES
         assert measured == pytest.approx(plan.peak_bytes, rel=0.01)
         assert measured <= budget
         restore(module)

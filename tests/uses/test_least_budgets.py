@@ -7,37 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import ATTENTION, JAMBA, MARKS, Case, language_model
 from torch import nn
 
 from benchmarks.peaks import LOSS_BYTES, measured_peak
 from lightning_remat import InfeasibleBudgetError, rematerialize
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
-Case = tuple[nn.Module, dict[str, Any]]
 TOKENS = torch.arange(32).reshape(2, 16) % 97
 
 
-def language_model(kind: str, *, with_labels: bool = True, **sizes: Any) -> Case:
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, vocab_size=128, num_hidden_layers=2, hidden_size=32, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
+def called(model: nn.Module, *, with_labels: bool = True) -> Case:
     labels = {"labels": TOKENS} if with_labels else {}
     return model, {"input_ids": TOKENS, "use_cache": False, **labels}
-
-
-def attention_sizes(**others: Any) -> dict[str, Any]:
-    return {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, **others}
-
-
-def jamba() -> Case:
-    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-    return language_model("jamba", **attention_sizes(num_experts=2, mamba_d_state=4, mamba_dt_rank=4, **layers))
 
 
 def whisper() -> Case:
@@ -59,15 +42,11 @@ def autoencoder() -> Case:
     return model, {"sample": torch.randn(1, 3, 32, 32)}
 
 
-def neox() -> Case:
-    return language_model("gpt_neox", num_attention_heads=4, intermediate_size=64)
-
-
 CASES: dict[str, Callable[[], Case]] = {
-    "llama without labels": lambda: language_model("llama", with_labels=False, **attention_sizes()),
-    "mixtral": lambda: language_model("mixtral", **attention_sizes(num_local_experts=2)),
-    "gpt-neox": neox,
-    "jamba": jamba,
+    "llama without labels": lambda: called(language_model("llama", **ATTENTION), with_labels=False),
+    "mixtral": lambda: called(language_model("mixtral", **ATTENTION, num_local_experts=2)),
+    "gpt-neox": lambda: called(language_model("gpt_neox", num_attention_heads=4, intermediate_size=64)),
+    "jamba": lambda: called(language_model("jamba", **JAMBA)),
     "whisper": whisper,
     "vae": autoencoder,
 }
