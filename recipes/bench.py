@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks import peers
-from papers import beaumont2024, chen2016, feng2018, kusumoto2019
+from remat_recipes.papers import beaumont2024, chen2016, feng2018, kusumoto2019
 
 PAPERS: dict[str, Callable[..., None]] = {
     "beaumont2024": beaumont2024.main,

@@ -14,11 +14,11 @@ from rich.console import Console
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from comparison import Attempt, attempt, attempts_table, budgets_between, trade_off, write_csv
 from lightning_remat import PLANNERS, Graph, profile, trace
 from lightning_remat.budget import format_bytes, parse_budget
 from lightning_remat.plans.explanation import explain
-from plan_plots import plot_timelines, plot_trade_off
+from remat_recipes.comparison import Attempt, attempt, attempts_table, budgets_between, trade_off, write_csv
+from remat_recipes.plan_plots import plot_timelines, plot_trade_off
 from schedule_picture import plot_schedule
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
-from curves import plot_training
+from remat_recipes.curves import plot_training
 
 logger = logging.getLogger(__name__)
 

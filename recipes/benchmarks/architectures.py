@@ -2,11 +2,11 @@
 
 python recipes/benchmarks/architectures.py [resnet gpt2 …] [--source timm] [--missing] [--seconds 300]
 
-Every network of `networks.zoo` (or those whose names contain one of the words given, or of a source) is trained for
-two steps plainly and two at the lowest peak, on real tensors at a small size, and both are compared bit by bit:
-outputs, gradients, buffers, random state. Each runs in a process of its own, which is ended after so many seconds. What
-is found goes to recipes/results/architectures.jsonl at once, a line a network, so that a run that was interrupted goes
-on by `--missing`; recipes/results/architectures.md is written from all of these lines.
+Every network of `remat_recipes.networks.zoo` (or those whose names contain one of the words given, or of a source) is
+trained for two steps plainly and two at the lowest peak, on real tensors at a small size, and both are compared bit
+by bit: outputs, gradients, buffers, random state. Each runs in a process of its own, which is ended after so many
+seconds. What is found goes to recipes/results/architectures.jsonl at once, a line a network, so that a run that was
+interrupted goes on by `--missing`; recipes/results/architectures.md is written from all of these lines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Plan, Schedu
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.peaks import LOSS_BYTES, measured_peak
-from networks.zoo import ARCHITECTURES, Architecture
+from remat_recipes.networks.zoo import ARCHITECTURES, Architecture
 
 RESULTS = Path(__file__).parent.parent / "results" / "architectures.md"
 FOUND = RESULTS.with_suffix(".jsonl")

@@ -44,8 +44,8 @@ def build(name: str, image_size: int) -> Any:
     from torch.nn import functional
     from torch.utils.data import DataLoader
 
-    from networks.resnet_preact import cifar_resnet
-    from networks.unet import UNet
+    from remat_recipes.networks.resnet_preact import cifar_resnet
+    from remat_recipes.networks.unet import UNet
 
     class Module(LightningModule):
         def __init__(self) -> None:

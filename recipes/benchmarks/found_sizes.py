@@ -58,9 +58,9 @@ def build(name: str) -> Any:
     from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
     from torchvision.models import DenseNet, VisionTransformer
 
-    from networks.gpt import GPT
-    from networks.resnet_preact import cifar_resnet
-    from networks.unet import UNet
+    from remat_recipes.networks.gpt import GPT
+    from remat_recipes.networks.resnet_preact import cifar_resnet
+    from remat_recipes.networks.unet import UNet
 
     networks: dict[str, Any] = {
         "resnet20": lambda: cifar_resnet(20, width=8),

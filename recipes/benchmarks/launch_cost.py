@@ -29,7 +29,7 @@ from lightning_remat.execution.program import compile_schedule
 from lightning_remat.execution.rewriter import forced
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from networks.lstm import LSTM
+from remat_recipes.networks.lstm import LSTM
 
 RESULTS = Path(__file__).parent.parent / "results" / "launch_cost.md"
 

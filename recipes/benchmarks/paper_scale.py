@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision import models
 
 from lightning_remat import Graph, profile, trace
-from networks.gpt import GPT
-from networks.lstm import LSTM
-from networks.pspnet import PSPNet
-from networks.unet import UNet
+from remat_recipes.networks.gpt import GPT
+from remat_recipes.networks.lstm import LSTM
+from remat_recipes.networks.pspnet import PSPNet
+from remat_recipes.networks.unet import UNet
 
 
 @dataclass(frozen=True, slots=True)

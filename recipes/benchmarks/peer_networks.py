@@ -12,7 +12,7 @@ from torchvision.models.densenet import DenseNet
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vgg import VGG
 
-from networks.gpt import GPT
+from remat_recipes.networks.gpt import GPT
 
 
 class Block(nn.Sequential):

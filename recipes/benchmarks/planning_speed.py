@@ -45,10 +45,10 @@ from lightning_remat.chain import Chain
 from lightning_remat.planners import feng, kusumoto, rotor
 from lightning_remat.planners._chain.stages import cut_stages, stage_figures, to_chain
 from lightning_remat.schedules.storages import merge_views
-from networks.gpt import GPT
-from networks.resnet_preact import cifar_resnet, imagenet_resnet
-from papers.feng2018 import pairwise
-from papers.sheets import Sheet
+from remat_recipes.networks.gpt import GPT
+from remat_recipes.networks.resnet_preact import cifar_resnet, imagenet_resnet
+from remat_recipes.papers.feng2018 import pairwise
+from remat_recipes.papers.sheets import Sheet
 
 PUBLISHED = Path(__file__).with_name("planning_seconds.csv")
 PREACTIVATED = {"resnet200": imagenet_resnet, "resnet1001": cifar_resnet}

@@ -27,7 +27,7 @@ from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, profile, r
 from lightning_remat.budget import format_bytes
 from lightning_remat.measure.allocated_growth import measure_allocated_growth
 from lightning_remat.measure.tensor_bytes import storage_bytes
-from networks.unet import UNet
+from remat_recipes.networks.unet import UNet
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": models.resnet50,

@@ -28,7 +28,7 @@ from lightning_remat.measure.cost_model import assumed_speed
 from lightning_remat.plans.plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from networks.gpt import GPT
+from remat_recipes.networks.gpt import GPT
 
 RESULTS = Path(__file__).parent.parent / "results"
 GIB = 2**30

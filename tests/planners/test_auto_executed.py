@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.peaks import LOSS_BYTES, measured_peak
 from lightning_remat import InfeasibleBudgetError, plan, profile, rematerialize, restore, trace
-from networks.lstm import LSTM
-from networks.unet import UNet
+from remat_recipes.networks.lstm import LSTM
+from remat_recipes.networks.unet import UNet
 
 SMALL = 0.02  # effort
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

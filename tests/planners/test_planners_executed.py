@@ -25,8 +25,8 @@ from lightning_remat import (
     restore,
     trace,
 )
-from networks.lstm import LSTM
-from networks.unet import UNet
+from remat_recipes.networks.lstm import LSTM
+from remat_recipes.networks.unet import UNet
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.architectures import try_out
-from networks.zoo import ARCHITECTURES, Architecture
+from remat_recipes.networks.zoo import ARCHITECTURES, Architecture
 
 QUICK = ("mobilenet_v3_small", "nn.LSTM")
 SLOW = (

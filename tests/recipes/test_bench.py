@@ -8,9 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
-from papers import beaumont2024, chen2016, kusumoto2019
-from papers.published import figures, printed
-from papers.sheets import Sheet
+from remat_recipes.papers import beaumont2024, chen2016, kusumoto2019
+from remat_recipes.papers.published import figures, printed
+from remat_recipes.papers.sheets import Sheet
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -6,13 +6,13 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from data.digits import Digits
-from data.oxford_pet import OxfordPet
-from data.photographs import TEST, TRAIN, VALIDATION, photograph
-from data.scenes import INK, Scenes
-from data.synthetic import RandomDataset, Synthetic
-from data.text import UNKNOWN, Text
-from data.voc import Voc
+from remat_recipes.data.digits import Digits
+from remat_recipes.data.oxford_pet import OxfordPet
+from remat_recipes.data.photographs import TEST, TRAIN, VALIDATION, photograph
+from remat_recipes.data.scenes import INK, Scenes
+from remat_recipes.data.synthetic import RandomDataset, Synthetic
+from remat_recipes.data.text import UNKNOWN, Text
+from remat_recipes.data.voc import Voc
 
 
 def ready(data):

@@ -6,11 +6,11 @@ import torchvision
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
-from networks.gpt import GPT
-from networks.lstm import LSTM, ElementaryLSTMCell
-from networks.pspnet import PSPNet
-from networks.resnet_preact import cifar_resnet, imagenet_resnet
-from networks.unet import UNet
+from remat_recipes.networks.gpt import GPT
+from remat_recipes.networks.lstm import LSTM, ElementaryLSTMCell
+from remat_recipes.networks.pspnet import PSPNet
+from remat_recipes.networks.resnet_preact import cifar_resnet, imagenet_resnet
+from remat_recipes.networks.unet import UNet
 
 
 def num_parameters(network):

@@ -18,7 +18,7 @@ from benchmarks.allocator_peak import allocator_growth
 from benchmarks.peer_methods import Peer
 from benchmarks.peer_networks import NETWORKS, Network
 from benchmarks.peer_report import COUNTED, Row, read_rows, summary, table, write_results
-from networks.gpt import GPT
+from remat_recipes.networks.gpt import GPT
 
 
 def small_vgg() -> VGG:

@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 
 import lightning_remat.conf
 from lightning_remat import PLANNERS, Plan, rematerialize
-from modules.classification import Classification
-from modules.outputs import main_and_auxiliary
-from modules.segmentation import middle, pixel_loss
+from remat_recipes.modules.classification import Classification
+from remat_recipes.modules.outputs import main_and_auxiliary
+from remat_recipes.modules.segmentation import middle, pixel_loss
 
 CONF = Path(__file__).parents[2] / "conf"
 REMAT = Path(lightning_remat.conf.__file__).parent / "remat"

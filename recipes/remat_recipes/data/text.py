@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.loaders import evaluation_loader, training_loader
 
 UNKNOWN = 0  # the number of every token outside the vocabulary
 

@@ -1,7 +1,7 @@
 """Tables 1 and 2 of Kusumoto et al. 2019: what seven networks take by its methods, Chen's, plain, and `auto`.
 
     python recipes/bench.py paper=kusumoto2019
-    python -c "from papers.kusumoto2019 import main; main('results')"    # the same without Hydra, from recipes/
+    python -c "from remat_recipes.papers.kusumoto2019 import main; main('results')"  # without Hydra, in recipes/
 
 The paper's protocol: a convolution takes ten units of time and everything else one; the budget of its model is the
 least for which a sequence of lower sets exists; the true peak of that strategy, parameters included, is what counts.
@@ -23,9 +23,9 @@ from lightning_remat.planners._lower_sets.canonical import lower_sequence
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.kusumoto import LowerSetProblem, minimum_budget, solve
 from lightning_remat.schedules.storages import StorageGraph, articulation_points, merge_views
-from papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, planned, replayed
-from papers.published import printed
-from papers.sheets import Sheet, publish
+from remat_recipes.papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, planned, replayed
+from remat_recipes.papers.published import printed
+from remat_recipes.papers.sheets import Sheet, publish
 
 PAPER = "kusumoto2019"
 NAMES = {

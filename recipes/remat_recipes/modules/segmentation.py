@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from modules.optimization import OptimizerFactory, SchedulerFactory, configure
-from modules.outputs import main_and_auxiliary
+from remat_recipes.modules.optimization import OptimizerFactory, SchedulerFactory, configure
+from remat_recipes.modules.outputs import main_and_auxiliary
 
 IGNORED = 255  # the label of pixels that have none (VOC)
 

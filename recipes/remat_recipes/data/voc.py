@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import VOCSegmentation
 
-from data.loaders import evaluation_loader, training_loader
-from data.segmentation_transforms import image_and_mask
+from remat_recipes.data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.segmentation_transforms import image_and_mask
 
 
 class Voc(LightningDataModule):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from comparison import Attempt
 from lightning_remat import Plan
+from remat_recipes.comparison import Attempt
 
 GIB, MIB = 2**30, 2**20
 MARKERS = "osD^v<>Pp*XhH"

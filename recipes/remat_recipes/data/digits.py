@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.loaders import evaluation_loader, training_loader
 
 
 class ShiftedImages(Dataset[tuple[Tensor, Tensor]]):

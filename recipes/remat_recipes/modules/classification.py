@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
-from modules.optimization import OptimizerFactory, SchedulerFactory, configure
-from modules.outputs import main_and_auxiliary
+from remat_recipes.modules.optimization import OptimizerFactory, SchedulerFactory, configure
+from remat_recipes.modules.outputs import main_and_auxiliary
 
 
 class Classification(LightningModule):

@@ -1,7 +1,7 @@
 """Section 5.5 of Beaumont et al. 2024: throughput against memory for six strategies on chains of vision networks.
 
     python recipes/bench.py paper=beaumont2024
-    python -c "from papers.beaumont2024 import main; main('results')"    # the same without Hydra, from recipes/
+    python -c "from remat_recipes.papers.beaumont2024 import main; main('results')"  # without Hydra, in recipes/
 
 As in the paper: `sequential` cuts the chain into 2 to 2·√L segments of equally many stages, `revolve` and `rotor` get
 ten memory limits between zero and the plain peak, and then their lowest peak; and `checkmate`, whose
@@ -25,10 +25,10 @@ from benchmarks.paper_scale import PaperNetwork, images
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, Schedule, plan
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners._chain.stages import cut_stages
-from networks.resnet_preact import cifar_resnet, imagenet_resnet
-from papers.fake_network import HOW_SECONDS, lowest, planned, replayed
-from papers.published import figures
-from papers.sheets import Sheet, publish
+from remat_recipes.networks.resnet_preact import cifar_resnet, imagenet_resnet
+from remat_recipes.papers.fake_network import HOW_SECONDS, lowest, planned, replayed
+from remat_recipes.papers.published import figures
+from remat_recipes.papers.sheets import Sheet, publish
 
 PAPER = "beaumont2024"
 GIB = 2**30

@@ -1,7 +1,7 @@
 """Tables 1 and 2 of Feng & Huang 2018: memory and time of Re-forwarding, and what its solver takes.
 
     python recipes/bench.py paper=feng2018
-    python -c "from papers.feng2018 import main; main('results')"    # the same without Hydra, from recipes/
+    python -c "from remat_recipes.papers.feng2018 import main; main('results')"  # without Hydra, in recipes/
 
 Table 1 is memory that grows with the batch: the paper measures two batch sizes and takes the difference, here
 parameters and their gradients are left out. Its CustomNet is drawn but not defined, and is left out as well.
@@ -25,9 +25,9 @@ from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.feng import Reforwarding, solve, storage_problem
 from lightning_remat.schedules.storages import articulation_points, merge_views, nodes_of
-from papers.fake_network import lowest, planned, replayed, without_parameters
-from papers.published import printed
-from papers.sheets import Sheet, publish
+from remat_recipes.papers.fake_network import lowest, planned, replayed, without_parameters
+from remat_recipes.papers.published import printed
+from remat_recipes.papers.sheets import Sheet, publish
 
 PAPER = "feng2018"
 RE_FORWARDING = "Re-forwarding"

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
-from data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.loaders import evaluation_loader, training_loader
 
 NUM_VALIDATION = 5000
 TO_TENSOR = (

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity
 
-from modules.optimization import OptimizerFactory, SchedulerFactory, configure
+from remat_recipes.modules.optimization import OptimizerFactory, SchedulerFactory, configure
 
 
 class Language(LightningModule):

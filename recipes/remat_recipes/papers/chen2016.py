@@ -1,7 +1,7 @@
 """Figures 5 to 7 of Chen et al. 2016: memory and time against depth and length, by allocation strategy and by planner.
 
     python recipes/bench.py paper=chen2016
-    python -c "from papers.chen2016 import main; main('results')"    # the same without Hydra, from recipes/
+    python -c "from remat_recipes.papers.chen2016 import main; main('results')"  # without Hydra, in recipes/
 
 The networks are the paper's: pre-activation ResNets of growing depth at batch 32 and 3 x 224 x 224, and the LSTM of
 its section 5.3 in elementary operations, unrolled over growing lengths at batch 64.
@@ -21,11 +21,11 @@ from matplotlib.figure import Figure
 from benchmarks.paper_scale import PaperNetwork, images, tokens
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, simulate
 from lightning_remat.plans.allocation import Strategy, allocate
-from networks.lstm import LSTM
-from networks.resnet_preact import imagenet_resnet
-from papers.fake_network import FakeNetwork, lowest, planned, without_parameters
-from papers.published import printed
-from papers.sheets import Sheet, publish
+from remat_recipes.networks.lstm import LSTM
+from remat_recipes.networks.resnet_preact import imagenet_resnet
+from remat_recipes.papers.fake_network import FakeNetwork, lowest, planned, without_parameters
+from remat_recipes.papers.published import printed
+from remat_recipes.papers.sheets import Sheet, publish
 
 PAPER = "chen2016"
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

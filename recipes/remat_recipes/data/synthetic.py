@@ -7,7 +7,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.loaders import evaluation_loader, training_loader
 
 Target = Literal["class", "pixels", "tokens"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from data.loaders import evaluation_loader, training_loader
-from data.photographs import TEST, TRAIN, VALIDATION, photograph
+from remat_recipes.data.loaders import evaluation_loader, training_loader
+from remat_recipes.data.photographs import TEST, TRAIN, VALIDATION, photograph
 
 INK = 0.5  # a pixel belongs to a digit where the digit covers more than this part of it
 
