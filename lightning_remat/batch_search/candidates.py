@@ -95,12 +95,13 @@ class CandidateSearch:
         step = None if plain.peak_bytes <= budget else self._pooled(size)
         needed: int | None = None
         if step is None and not ask_planner and plain.peak_bytes > budget and self.pool is not None:
-            needed = self.pool.lowest_peak(self.model.keys, self.model.graphs_at(size), around)
+            pooled = self.pool.steps(self.model, size, budget)
+            needed = min((s.predicted_peak_bytes for s in pooled), default=plain.peak_bytes)
         elif step is None or ask_planner:
             try:
                 planned = self.model.plan(size, budget, self.settings.planner)
                 if self.pool is not None and planned.num_recomputed:
-                    self.pool = self.pool.added({k: p.schedule for k, p in planned.plans.items()})
+                    self.pool = self.pool.added(planned)
                 step = planned if step is None or planned.seconds <= step.seconds else step
             except InfeasibleBudgetError as error:
                 self.error, needed = error, int(error.minimum_bytes)
@@ -129,29 +130,26 @@ class CandidateSearch:
         if len(self.sizes) == 1 or self.model.line is None:
             return None
         if self.pool is None:
-            at = self.model.line.large
-            graphs, around = self.model.graphs_at(at), self.model.surroundings_at(at)
-            self.pool = make_pool(self.model.keys, graphs, self.settings.planner, around)
-        graphs, around = self.model.graphs_at(size), self.model.surroundings_at(size)
-        plain = None if self.model.planned is None else self.model.plain_graphs_at(size)
-        budget = self.planned_for(size)
-        return self.pool.best(self.model.keys, graphs, budget, around, self.settings.max_overhead, plain)
+            self.pool = make_pool(self.model, self.model.line.large, self.settings.planner)
+        budget, limit = self.planned_for(size), self.settings.max_overhead
+        fitting = [s for s in self.pool.steps(self.model, size, budget) if s.predicted_peak_bytes <= budget]
+        return min((s for s in fitting if limit is None or s.recompute_overhead <= limit), key=_seconds, default=None)
 
-    def lowest_peak(self, model: StepModel) -> int:
-        """The lowest peak of the smallest size's step by that model, in bytes; the search itself is not changed."""
+    def lowest_peak(self) -> int:
+        """The lowest peak of the smallest size's step, in bytes; the search itself is not changed."""
         settings = replace(self.settings, memory_budget=1, max_overhead=None)
         search = replace(self, sizes=self.sizes[:1], settings=settings)
-        search.exchange(model)
+        search.exchange(self.model)
         try:
             return search.choose().step.predicted_peak_bytes
         except InfeasibleBudgetError as error:
             return int(error.minimum_bytes)
 
-    def settle_for_lowest(self, model: StepModel, peak_bytes: int) -> None:
+    def settle_for_lowest(self, peak_bytes: int) -> None:
         """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""
         self.sizes = self.sizes[:1]
         self.settings = replace(self.settings, memory_budget=int(peak_bytes * _ABOVE_LOWEST), max_overhead=None)
-        self.exchange(model)
+        self.exchange(self.model)
 
     def exchange(self, model: StepModel) -> None:
         """From here on it plans by another model of the same step; what was planned by the old one is stale."""
@@ -302,3 +300,7 @@ class CandidateSearch:
             ways.append("lower the batch size")
         ways.append('on_infeasible="minimum" trains at the lowest peak' if settings.on_infeasible == "raise" else "")
         return f"Remedies: {'; '.join(filter(None, ways))}"
+
+
+def _seconds(step: StepPlan) -> float:
+    return step.seconds

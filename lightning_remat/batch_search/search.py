@@ -29,8 +29,8 @@ from .trial import (
     Trial,
     install,
     model_step,
-    planned_out_of_place,
     uninstall,
+    with_apart,
 )
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,8 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     if takes_from_budget:
         _rehearse(trial, search)
     if lowest:
-        apart = planned_out_of_place(trial, search.model, with_scratch=settings.counts_scratch)
-        models = [search.model, *([] if apart is None else [apart])]
-        peaks = trial.share(lambda: [search.lowest_peak(model) for model in models])
-        search.settle_for_lowest(models[peaks.index(min(peaks))], min(peaks))
+        search.exchange(with_apart(trial, search.model, with_scratch=settings.counts_scratch))
+        search.settle_for_lowest(trial.share(search.lowest_peak))
     good: Result | None = None
     num_steps = measured = 0
     executed: dict[int, int] = {}
@@ -136,9 +134,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
 
 
 def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
-    """What to execute; in-place activations are planned as operations of their own where that lets a step fit.
-
-    That is where nothing fits otherwise, and where it leads to a larger size.
+    """What to execute; regions may run out of place where nothing fits otherwise, and where that lets a size grow.
 
     Args:
         trial: The training step.
@@ -146,31 +142,28 @@ def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Ch
         may_grow: Whether to look for a larger size that way, where the largest is asked for.
 
     Raises:
-        InfeasibleBudgetError: Nothing fits either way; of the two errors that with the lower peak.
+        InfeasibleBudgetError: Nothing fits either way.
     """
-    own, choice, error = search.model, None, None
+    own = search.model
     try:
         choice = trial.share(search.choose)
-        if not may_grow or search.settings.objective == "throughput" or choice.batch_size == search.sizes[-1]:
-            return choice
-    except InfeasibleBudgetError as caught:
-        error = caught
-    apart = planned_out_of_place(trial, own, with_scratch=search.settings.counts_scratch)
-    size = None if choice is None else choice.batch_size
+    except InfeasibleBudgetError:
+        search.exchange(with_apart(trial, own, with_scratch=search.settings.counts_scratch))
+        if not search.model.apart:
+            raise
+        return trial.share(search.choose)
+    size = choice.batch_size
+    if not may_grow or search.settings.objective == "throughput" or size == search.sizes[-1]:
+        return choice
+    wider = with_apart(trial, own, with_scratch=search.settings.counts_scratch)
     # Measured scratch is not the same on every rank: by their own floors some would search again and others not.
-    if apart is not None and (size is None or trial.share(lambda: _has_lower_floor(apart, own, size))):
-        search.exchange(apart)
-        try:
-            other = trial.share(search.choose)
-            if choice is None or other.batch_size > choice.batch_size:
-                logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
-                return other
-        except InfeasibleBudgetError as caught:
-            error = min(error or caught, caught, key=lambda e: e.minimum_bytes)
+    if trial.share(lambda: _has_lower_floor(wider, size)):
+        search.exchange(wider)
+        other = trial.share(search.choose)
+        if other.batch_size > size:
+            logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
+            return other
         search.exchange(own)
-    if choice is None:
-        assert error is not None, "neither a choice nor a reason"
-        raise error
     return choice
 
 
@@ -193,10 +186,10 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
     return choice
 
 
-def _has_lower_floor(apart: StepModel, own: StepModel, size: int) -> bool:
+def _has_lower_floor(model: StepModel, size: int) -> bool:
     """Whether a region out of place may go noticeably lower than in place."""
-    ours, theirs = apart.graphs_at(size), own.graphs_at(size)
-    return any(find_floor(ours[k]).bytes < _NOTICEABLY * find_floor(theirs[k]).bytes for k in apart.planned or ())
+    graphs, apart = model.graphs_at(size), model.apart_at(size)
+    return any(find_floor(graph).bytes < _NOTICEABLY * find_floor(graphs[k]).bytes for k, graph in apart.items())
 
 
 def _free_bytes(trial: Trial) -> int:

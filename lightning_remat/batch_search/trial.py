@@ -98,7 +98,7 @@ class StepModel:
         graphs: Region name → its profile, or profiles at two sizes.
         around: What is alive beside the regions at the one or two sizes.
         excess: What measured steps needed beyond the profile's prediction, batch size → bytes, the last one last.
-        planned: The regions that are planned out of place; None for a model of nothing but what runs without a plan.
+        apart: Regions that may run out of place, where a plan needs that; None until they are asked for.
     """
 
     keys: tuple[str, ...]
@@ -106,24 +106,24 @@ class StepModel:
     graphs: dict[str, Profile]
     around: tuple[Surroundings, ...]
     excess: dict[int, int] = field(default_factory=dict[int, int])
-    planned: dict[str, Profile] | None = None
+    apart: dict[str, Profile] | None = None
 
     @property
     def line(self) -> Line | None:
         """The two profiled sizes; None where there is one."""
         return Line(*self.sizes) if len(self.sizes) > 1 else None
 
-    def plain_graphs_at(self, size: int) -> dict[str, Graph]:
+    def graphs_at(self, size: int) -> dict[str, Graph]:
         """The regions' operations as they run without a plan."""
         return _at(self.graphs, size)
 
-    def graphs_at(self, size: int) -> dict[str, Graph]:
-        """The regions' operations to plan."""
-        return _at(self.graphs | (self.planned or {}), size)
+    def apart_at(self, size: int) -> dict[str, Graph]:
+        """Those of the regions that may run out of place."""
+        return _at(self.apart or {}, size)
 
     def plain_timeline(self, size: int) -> Timeline:
         """The step without recomputation."""
-        return plain_timeline(self.keys, self.plain_graphs_at(size), self.surroundings_at(size))
+        return plain_timeline(self.keys, self.graphs_at(size), self.surroundings_at(size))
 
     def plan(self, size: int, budget_bytes: int, planner: str | Callable[..., Schedule]) -> StepPlan:
         """A plan by which the step of a batch size stays within the budget.
@@ -131,10 +131,12 @@ class StepModel:
         Raises:
             InfeasibleBudgetError: None does.
         """
-        around, plain = self.surroundings_at(size), None if self.planned is None else self.plain_graphs_at(size)
-        like = {} if self.line is None else self.graphs_at(self.line.large)
-        graphs = self.graphs_at(size)
-        return plan_step(self.keys, graphs, budget_bytes, planner, around, plain_graphs=plain, like=like)
+        around, graphs, apart = self.surroundings_at(size), self.graphs_at(size), self.apart_at(size)
+        like: dict[Graph, Graph] = {}
+        if self.line is not None:
+            for own, at_large in ((graphs, self.graphs_at), (apart, self.apart_at)):
+                like |= {own[name]: graph for name, graph in at_large(self.line.large).items()}
+        return plan_step(self.keys, graphs, budget_bytes, planner, around, apart=apart, like=like)
 
     def surroundings_at(self, size: int) -> Surroundings:
         """What is alive beside the regions, as corrected."""
@@ -176,17 +178,17 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
     return StepModel(keys[0], tuple(sizes), _joined(sizes, profiles), tuple(around))
 
 
-def planned_out_of_place(trial: Trial, model: StepModel, *, with_scratch: bool) -> StepModel | None:
-    """The model with in-place activations as operations of their own, where any are and it does not have it so yet."""
-    if model.planned is not None:
-        return None
+def with_apart(trial: Trial, model: StepModel, *, with_scratch: bool) -> StepModel:
+    """The model, knowing which regions may run out of place."""
+    if model.apart is not None:
+        return model
 
     def at(size: int) -> dict[str, Graph]:
         calls = trial.look_through(size, list(model.graphs)).calls
-        return profiled_out_of_place(calls, {}, with_scratch=with_scratch)[1]
+        found = profiled_out_of_place(calls, {}, with_scratch=with_scratch)
+        return {name: graph for name, (_, graph) in found.items()}
 
-    profiles = [at(size) for size in model.sizes]
-    return replace(model, planned=_joined(model.sizes, profiles)) if profiles[0] else None
+    return replace(model, apart=_joined(model.sizes, [at(size) for size in model.sizes]))
 
 
 def _joined(sizes: Sequence[int], profiles: Sequence[dict[str, Graph]]) -> dict[str, Profile]:

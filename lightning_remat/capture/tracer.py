@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -39,6 +39,13 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
         TraceError: The call is no single graph; names the line and the remedy.
     """
     return capture_call(module, args, kwargs)[0]
+
+
+def ways_of(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TracedModule]:
+    """The ways in which a call's operations may run: as traced, then out of place where that is another one."""
+    yield traced
+    if (apart := out_of_place(traced, args, kwargs)) is not None:
+        yield apart
 
 
 def out_of_place(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..batch_search.candidates import CandidateSearch, Choice
 from ..batch_search.search import first_choice, sizes_to_consider
 from ..batch_search.settings import Settings
-from ..batch_search.trial import StepModel, install, model_step, planned_out_of_place, uninstall
+from ..batch_search.trial import StepModel, install, model_step, uninstall, with_apart
 from ..errors import InfeasibleBudgetError
 from ..planners import PLANNERS
 from ..plans.plan import StepPlan
-from ..plans.step_planner import plan_step
 from ..reports.residency import Contents, contents_at, plain_step, view_step
 from ..reports.result import Candidate, Result
 from .network import Network
@@ -125,10 +124,8 @@ def study(network: Network, request: Request, tell: Tell) -> Study:
     else:
         result = replace(result, choice=choice.reason)
     tell("drawing the curve of time over memory")
-    models = [search.model]
-    if search.model.planned is None and (apart := planned_out_of_place(trial, model, with_scratch=False)) is not None:
-        models.append(apart)
-    curve = _curve(models, choice.batch_size, plain, request.planner, tell)
+    wider = with_apart(trial, search.model, with_scratch=False)
+    curve = _curve(wider, choice.batch_size, plain, request.planner, tell)
     unplanned = plain_step(choice.step)
     view = view_step(unplanned)
     node = view.plan.graph.nodes[view.plan.schedule.actions[view.peak_position].node]
@@ -165,27 +162,19 @@ def _executed(network: Network, search: CandidateSearch, choice: Choice, tell: T
     )
 
 
-def _curve(models: Sequence[StepModel], size: int, plain_bytes: int, planner: str, tell: Tell) -> tuple[Point, ...]:
-    """From the lowest peak of any of the models to the plain step, each point the faster of theirs."""
-    lowest = min(_lowest(model, size, planner).predicted_peak_bytes for model in models)
+def _curve(model: StepModel, size: int, plain_bytes: int, planner: str, tell: Tell) -> tuple[Point, ...]:
+    """From the lowest peak to the plain step."""
+    lowest = _lowest(model, size, planner).predicted_peak_bytes
     points: list[Point] = []
     for i in range(NUM_POINTS):
         tell(f"drawing the curve of time over memory, {i + 1} of {NUM_POINTS}")
         budget = lowest + (plain_bytes - lowest) * i // (NUM_POINTS - 1)
-        steps = [step for model in models if (step := _planned(model, size, budget, planner)) is not None]
-        best = min(steps, key=lambda step: step.seconds)
-        seconds = best.seconds + best.surroundings.seconds
-        gathering = best.surroundings.gathering
+        step = model.plan(size, budget, planner)
+        seconds = step.seconds + step.surroundings.seconds
+        gathering = step.surroundings.gathering
         gathers = 0 if gathering is None else gathering.second_gathers
-        points.append(Point(best.predicted_peak_bytes, seconds, best.recompute_overhead, gathers))
+        points.append(Point(step.predicted_peak_bytes, seconds, step.recompute_overhead, gathers))
     return tuple(dict.fromkeys(points))
-
-
-def _planned(model: StepModel, size: int, budget: int, planner: str) -> StepPlan | None:
-    try:
-        return model.plan(size, budget, planner)
-    except InfeasibleBudgetError:
-        return None
 
 
 def _lowest(model: StepModel, size: int, planner: str) -> StepPlan:
@@ -199,12 +188,11 @@ def _attempts(search: CandidateSearch, choice: Choice, tell: Tell) -> list[Attem
     """Every planner at the budget."""
     size, found = choice.batch_size, list[Attempt]()
     budget = min(choice.budget_bytes, search.plain_peak(size))
-    model = search.model
     for name in PLANNERS:
         tell(f"comparing: {name}")
         start = time.perf_counter()
         try:
-            step = plan_step(model.keys, model.graphs_at(size), budget, name, model.surroundings_at(size))
+            step = search.model.plan(size, budget, name)
             peak, overhead = step.predicted_peak_bytes, step.recompute_overhead
         except InfeasibleBudgetError as error:
             peak, overhead = int(error.minimum_bytes), None

@@ -45,21 +45,29 @@ _MOST_PLANS = 8
 """Graphs for which plans are made while a module trains, before it goes on without."""
 
 
-def checked_program(traced: TracedModule, plan: Plan) -> Program:
-    """The program of a plan, after checking that it was made for these operations.
+def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
+    """The program of a plan, after checking for which operations it was made.
+
+    Args:
+        ways: The module's operations, in each of the ways in which they may run.
+        plan: For one of them.
 
     Raises:
         ValueError: The plan is for another module.
     """
-    names = [operation.name for operation in traced.operations]
     planned = [node.name for node in plan.graph.nodes]
-    if names != planned:
-        difference = next((a for a, b in zip(planned, names, strict=False) if a != b), "the number of operations")
-        raise ValueError(
-            f"the plan has {len(planned)} operations and the module {len(names)}; the first difference is "
-            f"{difference!r}. Remedy: make the plan on this module"
-        )
-    return compile_schedule(traced, plan.schedule, plan.graph)
+    own: list[str] | None = None
+    for traced in ways:
+        names = [operation.name for operation in traced.operations]
+        if names == planned:
+            return compile_schedule(traced, plan.schedule, plan.graph)
+        own = own or names
+    assert own is not None, "operations of a module"
+    difference = next((a for a, b in zip(planned, own, strict=False) if a != b), "the number of operations")
+    raise ValueError(
+        f"the plan has {len(planned)} operations and the module {len(own)}; the first difference is {difference!r}. "
+        "Remedy: make the plan on this module"
+    )
 
 
 Part = tuple[Program, Plan]

@@ -32,11 +32,13 @@ class Option:
     """One schedule of a region.
 
     Attributes:
-        schedule: On the region's own graph.
+        graph: The region's operations, in one of the ways in which they may run.
+        schedule: On this graph.
         seconds: Its forward and backward.
         peaks: What it needs while it runs, and holds while others do.
     """
 
+    graph: Graph
     schedule: Schedule
     seconds: float
     peaks: RegionPeaks
@@ -47,33 +49,45 @@ Planner = str | Callable[..., Schedule]
 
 def choose(
     keys: Sequence[str],
-    graphs: Mapping[str, Graph],
+    ways: Mapping[str, Sequence[Graph]],
     budget_bytes: int,
     planner: Planner,
     surroundings: Surroundings,
     *,
-    like: Mapping[str, Graph],
+    like: Mapping[Graph, Graph],
     **options: Any,
-) -> tuple[dict[str, Schedule], Surroundings]:
-    """A schedule for each region, such that the step stays within the budget where that is possible.
+) -> tuple[dict[str, Option], Surroundings]:
+    """An option for each region, such that the step stays within the budget where that is possible.
 
     Starting from the plain run, the exchange that saves the most excess memory for its seconds is made until the step
     fits; what was exchanged in vain is taken back. Where it does not come to fit, the lowest peak is returned. To
     reshard a unit after its forward, where that is to be planned, is one more exchange, for the seconds of a gather;
     so that this is never worse than resharding all or none, each of these is a start too.
 
+    Args:
+        keys: The regions' names in the order of their calls.
+        ways: Region name → its operations, in each of the ways in which they may run.
+        budget_bytes: What the step must not exceed.
+        planner: A name of `PLANNERS` or a function.
+        surroundings: What is alive beside the regions.
+        like: Operations at this batch size → those at another one, which the planner may start from.
+        **options: Passed to the planner.
+
     Returns:
-        The schedules, and the surroundings with the units as chosen.
+        The options, and the surroundings with the units as chosen.
     """
     known: dict[Graph, Graph] = {}
-    menus: dict[str, tuple[Option, ...]] = {}
-    for key, graph in graphs.items():
-        graph = _owning_nothing(graph)
-        alike = known.setdefault(_without_seconds(graph), graph)  # repeated blocks are planned once
-        asked = tuple(sorted(options.items()))
-        start = _owning_nothing(like[key]) if key in like else alike
-        menus[key] = _options(alike, planner, surroundings.keeps_gradients, asked, start)
-    search = _Search(keys, graphs, menus, surroundings)
+    asked = tuple(sorted(options.items()))
+
+    def menu(graph: Graph) -> list[Option]:
+        own = _owning_nothing(graph)
+        alike = known.setdefault(_without_seconds(own), own)  # repeated blocks are planned once
+        start = _owning_nothing(like[graph]) if graph in like else alike
+        found = _options(alike, planner, surroundings.keeps_gradients, asked, start)
+        return [replace(option, graph=graph) for option in found]
+
+    menus = {key: [option for graph in graphs for option in menu(graph)] for key, graphs in ways.items()}
+    search = _Search([(key, ways[key][0]) for key in keys], menus, surroundings)
     units = frozenset(search.prices)
     starts = [(units, True)]
     if units:
@@ -85,7 +99,7 @@ def choose(
         found += [Choice(lean, kept) for lean in leanest for kept in {units, frozenset[int]()}]
         found = [search.relaxed(min(found, key=search.peak), budget_bytes)]
     best = min(found, key=lambda choice: (search.excess(choice, budget_bytes), search.seconds(choice)))
-    return {key: option.schedule for key, option in best.options.items()}, search.around(best.kept)
+    return best.options, search.around(best.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +117,11 @@ class _Search:
     """
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        graphs: Mapping[str, Graph],
-        menus: Mapping[str, tuple[Option, ...]],
-        surroundings: Surroundings,
+        self, calls: Sequence[tuple[str, Graph]], menus: Mapping[str, Sequence[Option]], surroundings: Surroundings
     ) -> None:
+        keys = [key for key, _ in calls]
         self.keys, self.menus, self.surroundings = keys, menus, surroundings
-        self._calls = [(key, graphs[key]) for key in keys]
+        self._calls = calls
         self._peaks: dict[frozenset[int], StepPeaks] = {}
         self._exchanges = [(key, option) for key, menu in menus.items() for option in menu]
         self._is_exchanged: Flags = np.array([[call == key for call in keys] for key, _ in self._exchanges])
@@ -224,7 +235,7 @@ def _options(
 
     def option(schedule: Schedule) -> Option:
         peaks = region_peaks(RegionCost("", graph, schedule), is_accumulating)
-        return Option(schedule, simulate(graph, schedule).seconds, peaks)
+        return Option(graph, schedule, simulate(graph, schedule).seconds, peaks)
 
     def ask(peak_bytes: int, rest_bytes: int) -> None:
         """A schedule with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import InfeasibleBudgetError
@@ -145,8 +145,8 @@ class StepPlan:
         keys: The regions' names in the order of their calls; a module that is called twice appears twice.
         plans: Region name → its plan.
         surroundings: What is alive beside the regions.
-        plain_graphs: The regions as they run without a plan, where that is not what was planned (in-place activations
-            as operations of their own).
+        plain_graphs: Those regions as they run without a plan of which that is not what was planned (in-place
+            activations as operations of their own).
         plain_correction_bytes: What the plain step was measured to need beyond its prediction; None if it was not run,
             and what the planned step needed stands for it.
     """
@@ -155,8 +155,18 @@ class StepPlan:
     keys: tuple[str, ...]
     plans: dict[str, Plan]
     surroundings: Surroundings
-    plain_graphs: dict[str, Graph] | None = None
+    plain_graphs: dict[str, Graph] = field(default_factory=dict[str, Graph])
     plain_correction_bytes: int | None = None
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """The regions as they run without a plan."""
+        return {k: p.graph for k, p in self.plans.items()} | self.plain_graphs
+
+    def planned(self, plans: dict[str, Plan]) -> StepPlan:
+        """The same step by other plans, for the same operations or for others with the same results."""
+        graphs = self.graphs
+        return replace(self, plans=plans, plain_graphs={k: graphs[k] for k, p in plans.items() if p.graph != graphs[k]})
 
     @property
     def timeline(self) -> Timeline:
@@ -167,11 +177,10 @@ class StepPlan:
     @property
     def plain_timeline(self) -> Timeline:
         """The step without recomputation."""
-        graphs = self.plain_graphs or {k: p.graph for k, p in self.plans.items()}
         around = self.surroundings
         if self.plain_correction_bytes is not None:
             around = replace(around, correction_bytes=self.plain_correction_bytes)
-        return plain_timeline(self.keys, graphs, around)
+        return plain_timeline(self.keys, self.graphs, around)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -230,10 +239,9 @@ class StepPlan:
             "keys": self.keys,
             "surroundings": asdict(self.surroundings),
             "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
+            "plain_graphs": {name: json.loads(graph.to_json()) for name, graph in self.plain_graphs.items()},
             "plain_correction_bytes": self.plain_correction_bytes,
         }
-        if self.plain_graphs is not None:
-            data["plain_graphs"] = {name: json.loads(graph.to_json()) for name, graph in self.plain_graphs.items()}
         return json.dumps(data)
 
     @classmethod
@@ -251,7 +259,7 @@ class StepPlan:
     def _read(cls, data: Mapping[str, Any]) -> StepPlan:
         plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in data["plans"].items()}
         graphs: dict[str, Any] = data.get("plain_graphs", {})
-        plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()} or None
+        plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()}
         around = Surroundings.from_dict(data["surroundings"])
         correction = data.get("plain_correction_bytes")
         return cls(data["budget_bytes"], tuple(data["keys"]), plans, around, plain, correction)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..budget import check_bytes
+from ..errors import InfeasibleBudgetError
 from ..planners import planner_of as planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -52,3 +54,35 @@ def plan(
     start = time.perf_counter()
     schedule = function(graph.with_reruns_priced(), budget_bytes, **options)
     return replayed(graph, budget_bytes, name, schedule, time.perf_counter() - start)
+
+
+def fastest_plan(
+    ways: Sequence[Graph],
+    budget_bytes: int,
+    planner: str | Callable[..., Schedule] = "auto",
+    *,
+    like: Mapping[Graph, Graph] = MappingProxyType({}),
+    **options: Any,
+) -> Plan:
+    """The fastest plan for any of several graphs that have the same results.
+
+    Args:
+        ways: How the same operations may run, the one to prefer of those that are as fast first.
+        budget_bytes: As of `plan`.
+        planner: As of `plan`.
+        like: Each at another batch size, where that is known.
+        **options: Passed to the planner.
+
+    Raises:
+        InfeasibleBudgetError: None of them can go as low; of their errors that with the lowest peak.
+    """
+    plans: list[Plan] = []
+    errors: list[InfeasibleBudgetError] = []
+    for graph in ways:
+        try:
+            plans.append(plan(graph, budget_bytes, planner, like=like.get(graph), **options))
+        except InfeasibleBudgetError as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    return min(plans, key=lambda made: made.simulation.seconds)

@@ -13,9 +13,9 @@ from ..planners import planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
-from .options import choose
-from .plan import StepPlan, joined
-from .planner import plan
+from .options import Option, choose
+from .plan import Plan, StepPlan, joined
+from .planner import fastest_plan, plan
 from .step_memory import Surroundings
 
 _MOST_ROUNDS = 8
@@ -29,8 +29,8 @@ def plan_step(
     planner: str | Callable[..., Schedule],
     surroundings: Surroundings,
     *,
-    plain_graphs: dict[str, Graph] | None = None,
-    like: Mapping[str, Graph] = MappingProxyType({}),
+    apart: Mapping[str, Graph] = MappingProxyType({}),
+    like: Mapping[Graph, Graph] = MappingProxyType({}),
     **options: Any,
 ) -> StepPlan:
     """A plan by which the whole step stays within the budget.
@@ -41,12 +41,13 @@ def plan_step(
 
     Args:
         keys: The regions' names in the order of their calls.
-        graphs: Region name → the operations to plan.
+        graphs: Region name → its operations as they run without a plan.
         budget_bytes: What the step must not exceed.
         planner: A name of `PLANNERS` or a function.
         surroundings: What is alive beside the regions.
-        plain_graphs: Region name → the operations that it runs without a plan, where they are others.
-        like: Region name → its operations at another batch size, which the planner may start from.
+        apart: Region name → operations with the same results that may run instead, where a plan needs them
+            (in-place activations as operations of their own).
+        like: Operations at this batch size → those at another one, which the planner may start from.
         **options: Passed to the planner.
 
     Raises:
@@ -55,9 +56,9 @@ def plan_step(
     name, _ = planner_of(planner)
     # A plan that keeps all, as the planner in question would have made it.
     plain = {
-        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes)
-        for k, g in (plain_graphs or graphs).items()
+        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes) for k, g in graphs.items()
     }
+    ways = {k: (g, apart[k]) if k in apart else (g,) for k, g in graphs.items()}
     gathering = surroundings.gathering
     is_planned = gathering is not None and bool(gathering.planned)
     if gathering is not None:
@@ -66,23 +67,22 @@ def plan_step(
     if found.predicted_peak_bytes <= budget_bytes:
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
     if len(keys) > 1 or is_planned:
-        schedules, surroundings = choose(keys, graphs, budget_bytes, planner, surroundings, like=like, **options)
-        plans = {
-            k: replace(p, graph=graphs[k], schedule=schedules[k], simulation=simulate(graphs[k], schedules[k]))
-            for k, p in plain.items()
-        }
-        found = replace(found, plans=plans, plain_graphs=plain_graphs, surroundings=surroundings)
+        chosen, surroundings = choose(keys, ways, budget_bytes, planner, surroundings, like=like, **options)
+        found = replace(found.planned({k: _chosen(p, chosen[k]) for k, p in plain.items()}), surroundings=surroundings)
     else:
-        found = _planned_region(
-            replace(found, plain_graphs=plain_graphs), graphs[keys[0]], planner, {"like": like.get(keys[0]), **options}
-        )
+        found = _planned_region(found, ways[keys[0]], planner, {"like": like, **options})
     if found.predicted_peak_bytes > budget_bytes:
         raise _infeasible(found)
     return found
 
 
+def _chosen(plain: Plan, option: Option) -> Plan:
+    simulation = simulate(option.graph, option.schedule)
+    return replace(plain, graph=option.graph, schedule=option.schedule, simulation=simulation)
+
+
 def _planned_region(
-    step: StepPlan, graph: Graph, planner: str | Callable[..., Schedule], options: dict[str, Any]
+    step: StepPlan, ways: Sequence[Graph], planner: str | Callable[..., Schedule], options: dict[str, Any]
 ) -> StepPlan:
     """The step with its one region planned for the budget, or for the lowest peak that the planner reaches."""
     ((key, plain),) = step.plans.items()
@@ -90,11 +90,11 @@ def _planned_region(
     budget, floor = step.budget_bytes - around, 0
     for number in range(_MOST_ROUNDS):
         try:
-            made = plan(graph, budget, planner, **options)
+            made = fastest_plan(ways, budget, planner, **options)
         except InfeasibleBudgetError as error:
             budget = floor = int(error.minimum_bytes)
-            made = plan(graph, budget, planner, **options)
-        step = replace(step, plans={key: replace(made, plain=plain.plain)})
+            made = fastest_plan(ways, budget, planner, **options)
+        step = step.planned({key: replace(made, plain=plain.plain)})
         excess = step.predicted_peak_bytes - step.budget_bytes
         if excess <= 0 or budget <= floor:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,12 @@ class Call:
             if self.part is None:
                 return out_of_place(traced, self.args, self.kwargs)
             return self._traced_part(is_out_of_place=True)
+
+    def ways(self, known: dict[Hashable, TracedModule]) -> Iterator[TracedModule]:
+        """The ways in which its operations may run, as of `ways_of`; for what is known see `traced`."""
+        yield (traced := self.traced(known))
+        if (apart := self.out_of_place(traced)) is not None:
+            yield apart
 
     def profiled(self, traced: TracedModule, **options: Any) -> Graph:
         """The costs of these operations in the call, with the options of `profile`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -109,15 +109,12 @@ def rewrite_regions(
         around = around.corrected(parts.plain_correction_bytes or 0)
     try:
         return _fitted(parts, around, budget_of, planner)
-    except InfeasibleBudgetError as infeasible:
+    except InfeasibleBudgetError:
         restore(module)
-        apart = parts.out_of_place(look)
-        if apart is None:
+        parts = parts.with_apart(look)
+        if not parts.apart:
             raise
-        try:
-            return _fitted(apart, around, budget_of, planner)
-        except InfeasibleBudgetError as other:
-            raise min(infeasible, other, key=lambda e: e.minimum_bytes) from None
+        return _fitted(parts, around, budget_of, planner)
 
 
 def _install_earlier(
@@ -142,8 +139,8 @@ def _install_earlier(
 class _Parts:
     """A module taken apart, with the arguments of a step.
 
-    The plain graphs are those of the parts as they run without a plan, where what is planned is out of place. For the
-    plain correction see `StepPlan`, for what is left `Regions`.
+    What may run apart are operations and graphs of parts that overwrite in activations, with these as operations of
+    their own. For the plain correction see `StepPlan`, for what is left `Regions`.
     """
 
     module: nn.Module
@@ -154,22 +151,19 @@ class _Parts:
     traced: dict[str, TracedModule]
     reasons: tuple[str, ...]
     units: tuple[nn.Module, ...]
-    plain_graphs: dict[str, Graph] | None = None
+    apart: dict[str, tuple[TracedModule, Graph]] = field(default_factory=dict[str, tuple[TracedModule, Graph]])
     plain_correction_bytes: int | None = None
     left: frozenset[CapturedGraph] = frozenset()
 
-    def out_of_place(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts | None:
-        """The same with in-place activations as operations of their own; None if there are none."""
-        traced, graphs = profiled_out_of_place(look(list(self.graphs)).calls, self.traced)
-        if not traced:
-            return None
-        return replace(self, traced=self.traced | traced, graphs=self.graphs | graphs, plain_graphs=self.graphs)
+    def with_apart(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts:
+        """The same, knowing what may run out of place."""
+        return replace(self, apart=profiled_out_of_place(look(list(self.graphs)).calls, self.traced))
 
     def plain_peak(self, around: Surroundings) -> int:
         """The peak of the step without a plan."""
         if self.plain_correction_bytes is not None:
             around = replace(around, correction_bytes=self.plain_correction_bytes)
-        return plain_timeline(self.keys, self.plain_graphs or self.graphs, around).peak_bytes
+        return plain_timeline(self.keys, self.graphs, around).peak_bytes
 
     def measured_plain_correction(self, around: Surroundings) -> int | None:
         """What the step of the module, not rewritten yet, needs beyond its prediction; None where it does not fit."""
@@ -179,15 +173,19 @@ class _Parts:
 
     def plan(self, budget_bytes: int, planner: str | Callable[..., Schedule], around: Surroundings) -> StepPlan:
         """A plan for each part, such that the whole step stays within the budget."""
-        step = plan_step(self.keys, self.graphs, budget_bytes, planner, around, plain_graphs=self.plain_graphs)
+        apart = {name: graph for name, (_, graph) in self.apart.items()}
+        step = plan_step(self.keys, self.graphs, budget_bytes, planner, around, apart=apart)
         return replace(step, plain_correction_bytes=self.plain_correction_bytes)
 
     def measured_peak(self) -> int:
         """The peak of a step as the module is rewritten."""
         return step_peak(self.module, self.args, self.kwargs)
 
+    def _ways(self, name: str) -> list[TracedModule]:
+        return [self.traced[name], *(self.apart[name][:1] if name in self.apart else ())]
+
     def install(self, step: StepPlan, plan: Plan, planner: str | Callable[..., Schedule]) -> None:
-        programs = {name: checked_program(self.traced[name], part) for name, part in step.plans.items()}
+        programs = {name: checked_program(self._ways(name), part) for name, part in step.plans.items()}
         install_regions(self.module, programs, plan, planner, self.left)
         reshard_as_planned(self.units, step.surroundings.gathering)
 

@@ -117,7 +117,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
 
 def profiled_out_of_place(
     calls: Iterable[Call], known: Mapping[str, TracedModule], **options: Any
-) -> tuple[dict[str, TracedModule], dict[str, Graph]]:
+) -> dict[str, tuple[TracedModule, Graph]]:
     """The regions that overwrite in activations, with these as operations of their own: name → operations, profile.
 
     Args:
@@ -125,16 +125,15 @@ def profiled_out_of_place(
         known: Region → its operations in place.
         **options: Of `profile`.
     """
-    traced: dict[str, TracedModule] = {}
-    graphs: dict[str, Graph] = {}
+    found: dict[str, tuple[TracedModule, Graph]] = {}
     for call in {call.name: call for call in reversed(list(calls))}.values():
         try:
             apart = call.out_of_place(known[call.name] if call.name in known else call.traced())
         except TraceError:  # it stays as it is either way; `find_regions` has told why
             continue
         if apart is not None:
-            traced[call.name], graphs[call.name] = apart, call.profiled(apart, **options)
-    return traced, graphs
+            found[call.name] = apart, call.profiled(apart, **options)
+    return found
 
 
 def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, Program]:
@@ -148,17 +147,7 @@ def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, P
     if missing:
         raise ValueError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
     known: dict[Hashable, TracedModule] = {}
-    return {name: checked_program(_as_planned(first[name], plan, known), plan) for name, plan in plans.items()}
-
-
-def _as_planned(call: Call, plan: Plan, known: dict[Hashable, TracedModule]) -> TracedModule:
-    """The operations that an earlier plan is for: in-place activations are apart in some."""
-    traced = call.traced(known)
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] == names:
-        return traced
-    apart = call.out_of_place(traced)
-    return apart if apart is not None and [o.name for o in apart.operations] == names else traced
+    return {name: checked_program(first[name].ways(known), plan) for name, plan in plans.items()}
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.tracer import out_of_place
+from ..capture.tracer import out_of_place, ways_of
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..execution.rewriter import checked_program, current_plan, forced, install, restore
@@ -18,7 +18,7 @@ from ..lowering import lower_kept
 from ..module_state.nesting import flatten, tensors_in
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
-from ..plans.planner import plan as make_plan
+from ..plans.planner import fastest_plan
 from ..profiling.profiler import profile
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -54,23 +54,18 @@ def rewrite_whole(
         planner: A name of `PLANNERS` or a function.
 
     Raises:
-        InfeasibleBudgetError: No plan fits, either way; of the two errors that with the lower peak.
+        InfeasibleBudgetError: No plan fits, either way.
     """
-    whole = _Whole(module, args, kwargs, traced, planner)
-    graph = whole.profiled()
-    plain = whole.plain(graph)
+    whole = _Whole(module, args, kwargs, planner).with_way(traced)
+    plain = whole.plain(whole.graphs[0])
     budget_bytes = budget_of(plain.peak_bytes)
     try:
-        return whole.fitted(graph, budget_bytes, plain)
-    except InfeasibleBudgetError as error:
+        return whole.fitted(budget_bytes, plain)
+    except InfeasibleBudgetError:
         apart = out_of_place(traced, args, kwargs)
         if apart is None:
             raise
-        whole = _Whole(module, args, kwargs, apart, planner)
-        try:
-            return whole.fitted(whole.profiled(), budget_bytes, plain)
-        except InfeasibleBudgetError as other:
-            raise min(error, other, key=lambda e: e.minimum_bytes) from None
+        return whole.with_way(apart).fitted(budget_bytes, plain)
 
 
 def rewrite_as_planned(
@@ -86,23 +81,19 @@ def rewrite_as_planned(
     Raises:
         ValueError: It was made for other operations.
     """
-    names = [node.name for node in plan.graph.nodes]
-    if [operation.name for operation in traced.operations] != names:
-        apart = out_of_place(traced, args, kwargs)
-        if apart is not None and [o.name for o in apart.operations] == names:
-            traced = apart
-    install(module, checked_program(traced, plan), plan, planner)
+    install(module, checked_program(ways_of(traced, args, kwargs), plan), plan, planner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Whole:
-    """A module with its operations and the arguments of a step."""
+    """A module and the arguments of a step, with its operations and their profile in each way in which they may run."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    traced: TracedModule
     planner: str | Callable[..., Schedule]
+    ways: tuple[TracedModule, ...] = ()
+    graphs: tuple[Graph, ...] = ()
 
     @property
     def can_run(self) -> bool:
@@ -110,9 +101,11 @@ class _Whole:
         tensors = [*tensors_in((self.args, self.kwargs)), *self.module.parameters()]
         return self.module.training and not any(isinstance(t, FakeTensor) for t in tensors)
 
-    def profiled(self) -> Graph:
+    def with_way(self, traced: TracedModule) -> _Whole:
+        """The same with one way more, profiled."""
         leaves = flatten((self.args, self.kwargs))[0]
-        return known_profile(self.traced, leaves, {}, lambda: profile(self.traced, *self.args, **self.kwargs))
+        graph = known_profile(traced, leaves, {}, lambda: profile(traced, *self.args, **self.kwargs))
+        return replace(self, ways=(*self.ways, traced), graphs=(*self.graphs, graph))
 
     def plain(self, graph: Graph) -> Simulation:
         """The step without a plan, run once where it can be."""
@@ -122,7 +115,7 @@ class _Whole:
         peak = plain_step_peak(self.module, self.args, self.kwargs, predicted.peak_bytes, is_module_alone=True)
         return predicted if peak is None else predicted.corrected(peak - predicted.peak_bytes)
 
-    def fitted(self, graph: Graph, budget_bytes: int, plain: Simulation) -> Plan:
+    def fitted(self, budget_bytes: int, plain: Simulation) -> Plan:
         """The plan by which the executed step stays within the budget, installed.
 
         What it needs otherwise than predicted (a loss that lets go of outputs early, memory that operations hand to
@@ -130,22 +123,22 @@ class _Whole:
         end at the lowest peak; one that leaves room, once for as much more.
 
         Args:
-            graph: The operations to plan.
             budget_bytes: What the step must not exceed.
             plain: The module's step without a plan.
         """
         allowed = budget_bytes
         if plain.peak_bytes <= budget_bytes:  # planners count outputs for longer than a loss holds them
+            graph = self.graphs[0]
             allowed = max(allowed, simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes)
         for number in range(_MOST_STEPS):
             infeasible: InfeasibleBudgetError | None = None
             try:
-                made = make_plan(graph, allowed if number < _MOST_STEPS - 1 else 1, self.planner)
+                made = fastest_plan(self.graphs, allowed if number < _MOST_STEPS - 1 else 1, self.planner)
             except InfeasibleBudgetError as error:
                 if not self.can_run:
                     raise
                 infeasible = error  # of a prediction: what the lowest peak is, a step has yet to tell
-                made = make_plan(graph, int(error.minimum_bytes), self.planner)
+                made = fastest_plan(self.graphs, int(error.minimum_bytes), self.planner)
             predicted = made.peak_bytes
             made = self._run(replace(made, budget_bytes=budget_bytes), plain)
             if made.peak_bytes <= budget_bytes or not self.can_run:
@@ -161,19 +154,19 @@ class _Whole:
         room = made.budget_bytes - made.peak_bytes
         if made.correction_bytes >= 0 or not made.num_recomputed or room < WORTH_ANOTHER * made.peak_bytes:
             return made
-        other = make_plan(made.graph, made.budget_bytes - made.correction_bytes, self.planner)
+        other = fastest_plan(self.graphs, made.budget_bytes - made.correction_bytes, self.planner)
         if other.simulation.recompute_seconds >= made.simulation.recompute_seconds:
             return made
         other = self._run(replace(other, budget_bytes=made.budget_bytes), plain)
         if other.peak_bytes <= made.budget_bytes:
             return other
-        forced(self.module, checked_program(self.traced, made), made, self.planner)
+        forced(self.module, checked_program(self.ways, made), made, self.planner)
         return made
 
     def _run(self, plan: Plan, plain: Simulation) -> Plan:
         """Installs a plan and corrects its prediction by a step; the module stays rewritten by it."""
-        plan = replace(plan, rung=self.traced.rung, reasons=self.traced.reasons)
-        program = checked_program(self.traced, plan)
+        program = checked_program(self.ways, plan)
+        plan = replace(plan, rung=program.traced.rung, reasons=program.traced.reasons)
         install(self.module, program, plan, self.planner)
         is_installed = current_plan(self.module) is not None
         if not self.can_run:

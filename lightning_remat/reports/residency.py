@@ -108,14 +108,13 @@ def view_step(step: StepPlan, planner: str = "") -> StepView:
 
 def plain_step(step: StepPlan) -> StepPlan:
     """The same step without recomputation, and with units gathered as the user has set them."""
-    graphs = step.plain_graphs or {key: made.graph for key, made in step.plans.items()}
     plans: dict[str, Plan] = {}
-    for key, graph in graphs.items():
+    for key, graph in step.graphs.items():
         schedule = lower_kept(graph, range(len(graph.nodes)))
         cost = simulate(graph, schedule)
         own = replace(step.plans[key], planner="keep_all", graph=graph, schedule=schedule, simulation=cost, plain=cost)
         plans[key] = own
-    return replace(step, plans=plans, plain_graphs=None, surroundings=step.surroundings.plain)
+    return replace(step.planned(plans), surroundings=step.surroundings.plain)
 
 
 @dataclass(frozen=True, slots=True)

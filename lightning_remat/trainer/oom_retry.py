@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..batch_search.settings import Settings
-from ..batch_search.trial import install, model_step, planned_out_of_place, uninstall
+from ..batch_search.trial import install, model_step, uninstall, with_apart
 from ..budget import format_bytes
 from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
@@ -109,10 +109,8 @@ class StepRetry:
         try:
             plan = model.plan(trial.batch_size, budget, self.settings.planner)
         except InfeasibleBudgetError:
-            apart = planned_out_of_place(trial, model, with_scratch=self.settings.counts_scratch)
-            if apart is None:
-                raise
-            plan = apart.plan(trial.batch_size, budget, self.settings.planner)
+            model = with_apart(trial, model, with_scratch=self.settings.counts_scratch)
+            plan = model.plan(trial.batch_size, budget, self.settings.planner)
         self.modules[:] = install(trial, trial.batch_size, plan)  # the callback restores what this list holds
         return plan
 

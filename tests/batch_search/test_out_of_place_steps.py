@@ -73,7 +73,7 @@ def lowest(module: nn.Module, batch: Tensor) -> int:
 def fused_lowest(module: nn.Module, batch: Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
     """What it would be if nothing ran out of place."""
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_remat.batch_search.search.planned_out_of_place", lambda *_args, **_options: None)
+        patch.setattr("lightning_remat.batch_search.search.with_apart", lambda _trial, model, **_options: model)
         return lowest(module, batch)
 
 
@@ -136,7 +136,7 @@ def test_a_larger_size_is_found_out_of_place(monkeypatch: pytest.MonkeyPatch) ->
     assert_equal_traces(traces(plain, [batch] * 2), traces(module, [batch] * 2))
     restore(module)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_remat.batch_search.search.planned_out_of_place", lambda *_args, **_options: None)
+        patch.setattr("lightning_remat.batch_search.search.with_apart", lambda _trial, model, **_options: model)
         fused = find_batch_size(module, batch, loss_of, planner=QUICK, memory_budget=budget, max_batch_size=64)
     assert fused.batch_size < found.batch_size
     assert not is_apart(fused.plan, plain, batch)
@@ -151,7 +151,7 @@ def test_no_size_is_lost_where_nothing_is_gained_out_of_place(monkeypatch: pytes
     exchanged: list[bool] = []
 
     def watched(self: CandidateSearch, model: StepModel) -> None:
-        exchanged.append(model.planned is not None)
+        exchanged.append(model.apart is not None)
         search(self, model)
 
     monkeypatch.setattr(CandidateSearch, "exchange", watched)
@@ -183,7 +183,7 @@ def lowest_in_trainer(root: Path) -> int:
 def test_the_callback_trains_below_that_floor_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = lowest_in_trainer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_remat.batch_search.search.planned_out_of_place", lambda *_args, **_options: None)
+        patch.setattr("lightning_remat.batch_search.search.with_apart", lambda _trial, model, **_options: model)
         assert least < 0.95 * lowest_in_trainer(tmp_path)
     path = tmp_path / "plan.json"
     plain, first = train(tmp_path, None), remat(memory_budget=int(1.02 * least), plan_path=str(path))

@@ -18,7 +18,7 @@ from lightning_remat import InfeasibleBudgetError, Rematerialization
 from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.batch_search.search import find
 from lightning_remat.batch_search.settings import Settings
-from lightning_remat.batch_search.trial import planned_out_of_place
+from lightning_remat.batch_search.trial import with_apart
 from lightning_remat.execution.rewriter import current_plan
 from lightning_remat.reports.result import Result
 from lightning_remat.trainer.lightning_step import LightningTrial
@@ -108,9 +108,9 @@ def test_where_a_larger_size_is_looked_for_out_of_place(monkeypatch: pytest.Monk
 
     def watched(*args: Any, **options: Any) -> Any:
         asked.append(True)
-        return planned_out_of_place(*args, **options)
+        return with_apart(*args, **options)
 
-    monkeypatch.setattr("lightning_remat.batch_search.search.planned_out_of_place", watched)
+    monkeypatch.setattr("lightning_remat.batch_search.search.with_apart", watched)
     settings = Settings(planner=QUICK, memory_budget=budget, max_batch_size=64)
     ours, theirs = check(settings, monkeypatch, sees_lower_floor=False)
     assert len(asked) == 2
