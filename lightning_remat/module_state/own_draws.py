@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..devices import new_generator
-from .random_state import RandomState, generators_in_use
+from ..devices import HOST, new_generator
+from .random_state import RandomState, device_generators, generators_in_use
 
 
 class OwnDraws(TorchDispatchMode):
@@ -48,7 +48,7 @@ class OwnDraws(TorchDispatchMode):
         if taking is not None and generator is not None:
             return taking(*args, **named, generator=generator)
         with generators_in_use:
-            state = RandomState([] if device.type == "cpu" else [device])
+            state = RandomState(device_generators({HOST, device}))
             try:
                 return func(*args, **named)
             finally:

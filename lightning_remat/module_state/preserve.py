@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ..devices import devices_in_use, random_state, set_random_state
-from .recorded_values import Recorder, Undo, generator_undo
+from .random_state import RandomState, generator_of, preserved_random
+from .recorded_values import Recorder, Undo
 
 
 @contextmanager
@@ -70,38 +68,11 @@ def record(
 
 
 @contextmanager
-def preserved_random(*, with_torch: bool = True) -> Generator[None]:
-    """Restores the random states of python, numpy and, unless that is left out, torch on every device."""
-    put_back = record_random(with_torch=with_torch)
-    try:
-        yield
-    finally:
-        put_back()
-
-
-@contextmanager
 def preserved_own_generators(module: nn.Module) -> Generator[None]:
     """Restores the random generators that are attributes of a module and its submodules."""
     attributes = (value for m in module.modules() for value in vars(m).values())
-    undo = [put_back for value in attributes if (put_back := generator_undo(value)) is not None]
+    state = RandomState(source for value in attributes if (source := generator_of(value)) is not None)
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
-
-
-def record_random(*, with_torch: bool = True) -> Undo:
-    """What puts the random states of python, numpy and torch on every device back to what they are now."""
-    # numpy's global state is the one that users' data sets draw from.
-    numpy_state = cast(Any, np.random.get_state(legacy=False))  # noqa: NPY002
-    python_state = random.getstate()
-    states = [(device, random_state(device)) for device in (devices_in_use() if with_torch else ())]
-
-    def put_back() -> None:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        for device, state in states:
-            set_random_state(device, state)
-
-    return put_back
+        state.put_back()

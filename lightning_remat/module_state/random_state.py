@@ -8,28 +8,56 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from ..devices import HOST, random_state, set_random_state
+from ..devices import HOST, devices_in_use, random_state, set_random_state
 
 generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
 
 
-class RandomState:
-    """The state of the CPU's generator and of those of some devices, to return to."""
+class Source(NamedTuple):
+    """A random generator: its name in messages, how its state is read and set, and when two states are one."""
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._states = [(source, source.read()) for source in _sources(devices)]
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
+
+
+class RandomState:
+    """The state of some generators, to return to."""
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._states = [(source, source.read()) for source in sources]
+
+    @classmethod
+    def of_all(cls, *, with_torch: bool = True) -> RandomState:
+        """That of Python's generator, numpy's and, unless that is left out, torch's on every device."""
+        return cls([*HOST_GENERATORS, *device_generators(devices_in_use() if with_torch else ())])
 
     def put_back(self) -> None:
         """Sets the generators to this state."""
         for source, state in self._states:
             source.write(state)
+
+    def is_current(self) -> bool:
+        """Whether none of them has drawn since."""
+        return all(source.same(source.read(), state) for source, state in self._states)
+
+
+@contextmanager
+def preserved_random(*, with_torch: bool = True) -> Generator[None]:
+    """Restores the random states of python, numpy and, unless that is left out, torch on every device."""
+    state = RandomState.of_all(with_torch=with_torch)
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 class Draws:
@@ -41,9 +69,9 @@ class Draws:
     """
 
     def __init__(self, devices: Iterable[torch.device], *, with_host: bool) -> None:
-        sources = [*_sources(devices), *(_HOST if with_host else ())]
+        sources = [*device_generators([HOST, *devices]), *(HOST_GENERATORS if with_host else ())]
         self._before = [(source, source.read()) for source in sources]
-        self._moved: list[tuple[_Source, Any, Any]] = []
+        self._moved: list[tuple[Source, Any, Any]] = []
 
     def end(self) -> bool:
         """Notes which generators the run has moved; whether there are any."""
@@ -77,23 +105,31 @@ class Draws:
             )
 
 
-class _Source(NamedTuple):
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    same: Callable[[Any, Any], bool]
-
-
-def _sources(devices: Iterable[torch.device]) -> list[_Source]:
+def device_generators(devices: Iterable[torch.device]) -> list[Source]:
+    """Those from which all draw who name none."""
     return [
-        _Source(
+        Source(
             f"the generator of {device}",
             partial(random_state, device),
             partial(set_random_state, device),
             _same_tensor,
         )
-        for device in (HOST, *devices)
+        for device in devices
     ]
+
+
+def generator_of(value: object) -> Source | None:
+    """A random generator of the user's own; None for other objects."""
+    if isinstance(value, torch.Generator):
+        return Source("a generator of torch", value.get_state, value.set_state, _same_tensor)
+    if isinstance(value, random.Random):
+        return Source("a generator of Python", value.getstate, value.setstate, operator.eq)
+    if isinstance(value, np.random.RandomState):
+        return Source("a generator of numpy", partial(value.get_state, legacy=False), value.set_state, _same_numpy)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return Source("a generator of numpy", lambda: bits.state, partial(setattr, bits, "state"), _same_numpy)
+    return None
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -101,21 +137,16 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b)
 
 
-def _numpy_state() -> tuple[bytes, tuple[Any, ...], Any]:
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - users' code draws from it
-    inner = state["state"]
-    return inner["key"].tobytes(), (inner["pos"], state["has_gauss"], state["gauss"]), state
+def _same_numpy(a: Any, b: Any) -> bool:
+    """Whether nested dictionaries are equal that hold arrays."""
+    if isinstance(a, dict):
+        ours, theirs = cast(dict[str, Any], a), cast(dict[str, Any], b)
+        return all(_same_numpy(value, theirs[key]) for key, value in ours.items())
+    return bool(np.array_equal(a, b))
 
 
-def _set_numpy_state(state: tuple[bytes, tuple[Any, ...], Any]) -> None:
-    np.random.set_state(state[2])  # noqa: NPY002
-
-
-def _same_numpy_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return a[:2] == b[:2]
-
-
-_HOST = (
-    _Source("Python's generator", random.getstate, random.setstate, operator.eq),
-    _Source("numpy's generator", _numpy_state, _set_numpy_state, _same_numpy_state),
+HOST_GENERATORS = (
+    Source("Python's generator", random.getstate, random.setstate, operator.eq),
+    # numpy's global state is the one that users' data sets draw from.
+    Source("numpy's generator", partial(np.random.get_state, legacy=False), np.random.set_state, _same_numpy),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 
+from .random_state import RandomState, generator_of
 from .sharding import local_part
 
 # What users' objects hold has no types.
@@ -97,8 +97,8 @@ class Recorder:
             self._add_array(value)
         elif isinstance(value, (dict, list, set, deque, tuple, bytearray)):
             self._add_container(value)
-        elif (undo := generator_undo(value)) is not None:
-            self.undo.append(undo)
+        elif (source := generator_of(value)) is not None:
+            self.undo.append(RandomState([source]).put_back)
         elif _is_plain(value):
             self._add_attributes(value)
         else:
@@ -176,23 +176,6 @@ def _value_undo(tensor: Tensor) -> Undo:
             cast(Any, tensor).set_(value.to(tensor.device))
 
     return put_back
-
-
-def generator_undo(value: Any) -> Undo | None:
-    """What puts a random generator back; None for other objects."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: cast(None, value.set_state(state))
-    if isinstance(value, random.Random):
-        python_state = value.getstate()
-        return lambda: value.setstate(python_state)
-    if isinstance(value, np.random.RandomState):
-        old_state = value.get_state(legacy=False)
-        return lambda: value.set_state(cast(Any, old_state))
-    if isinstance(value, np.random.Generator):
-        bits, bit_state = value.bit_generator, value.bit_generator.state
-        return lambda: setattr(bits, "state", bit_state)
-    return None
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..execution.rewriter import Rewriting, watched
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import all_ranks
-from ..module_state.preserve import preserved_random
+from ..module_state.random_state import preserved_random
 from ..module_state.sharding import local_part
 from ..operations.saved_tensors import tensors_of
 

@@ -20,7 +20,8 @@ from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
-from ..module_state.preserve import preserved_random, record
+from ..module_state.preserve import record
+from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
 from ..profiling.accumulation import copied_as_accumulated
 from .calls import detached

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from ..batch_search.settings import Settings
-from ..module_state.preserve import preserved_random, record_random
+from ..module_state.random_state import RandomState, preserved_random
 from .loaders import begin_again, loader_batch_size, readable, rebatched
 from .private_api import build_loaders, built_loaders, configure_optimizers, forget_loaders, next_batch, offer_loaders
 from .setup import accumulate, holders_of
@@ -43,7 +39,7 @@ class LoaderTap:
         self._when_built: Callable[[], None] = _nothing  # puts back the random states before anything was read
         self._built: CombinedLoader | None = None
         self._was_early = False  # built while optimizers were configured, which asked for the number of steps
-        self._random_before = b""
+        self._random_before: RandomState | None = None
 
     def __call__(self, loader: Any) -> Any:
         """The loader that serves in its place."""
@@ -58,7 +54,7 @@ class LoaderTap:
         if self._is_open:
             self.loaders.append(loader)
             self._undo_reading.append(begin_again(loader))
-            self._when_built = record_random()
+            self._when_built = RandomState.of_all().put_back
             return readable(loader) if self._is_reading else loader
         return loader
 
@@ -70,7 +66,7 @@ class LoaderTap:
         global random states apart, and `offer` makes the loaders that were built those of training.
         """
         trainer = self.trainer
-        early, self._random_before = built_loaders(trainer), _random_states()
+        early, self._random_before = built_loaders(trainer), RandomState.of_all()
         if early is not None:
             self._was_early = True
             self._put_back()
@@ -119,7 +115,7 @@ class LoaderTap:
                 build_loaders(trainer)
 
     def _draw(self) -> None:
-        if not self._was_early and self._random_before == _random_states():
+        if not self._was_early and self._random_before is not None and self._random_before.is_current():
             self._when_built()
 
     def _rebatched(self, loader: Any) -> Any:
@@ -136,11 +132,6 @@ class LoaderTap:
             )
         assert self.batch_size is not None, "rebatched without a size"
         return rebatched(loader, self.batch_size, self.settings.rebatch_fn)
-
-
-def _random_states() -> bytes:
-    # numpy's global state is the one that users' data sets draw from.
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()))  # noqa: NPY002
 
 
 def _nothing() -> None:

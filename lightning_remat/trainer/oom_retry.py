@@ -20,7 +20,8 @@ from ..budget import format_bytes
 from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
 from ..measure.out_of_memory import is_out_of_memory
-from ..module_state.preserve import record, record_random
+from ..module_state.preserve import record
+from ..module_state.random_state import RandomState
 from ..plans.plan import StepPlan
 from ..reports.result import Result
 from .lightning_step import LightningTrial
@@ -52,7 +53,7 @@ class StepRetry:
             return step()
         module = self.trainer.lightning_module
         undo = record([module, *logged_results(self.trainer)], with_parameters=False, with_gradients=is_accumulating)
-        undo_random = record_random()
+        undo_random = RandomState.of_all().put_back
         try:
             return step()
         except BaseException as error:
@@ -80,7 +81,7 @@ class StepRetry:
         """
         module, trainer = self.trainer.lightning_module, self.trainer
         undo = record([module, *logged_results(trainer)], with_parameters=False, with_gradients=False)
-        undo_random = record_random()
+        undo_random = RandomState.of_all().put_back
         try:
             return step()
         except BaseException as error:

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelSummary, Progre
 
 from ..batch_search.resizing import has_batch_dimension
 from ..batch_search.settings import Settings
-from ..module_state.preserve import preserved, preserved_random
+from ..module_state.preserve import preserved
+from ..module_state.random_state import preserved_random
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import begin_again, loader_batch_size, readable

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_remat.batch_search.resizing import batch_size_of, resized
-from lightning_remat.module_state.preserve import preserved_random
+from lightning_remat.module_state.random_state import preserved_random
 from lightning_remat.trainer.loaders import begin_again, readable, rebatched
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
