@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -41,9 +42,13 @@ MOST_STEPS = 6
 _MOST_REPLAYS = 4
 """Choices that are looked at for gaps before one is executed."""
 
+_MOST_TRIES = MOST_STEPS // STEPS_PER_TRIAL
+
 _LARGEST_PROFILE = 32
 _LARGEST_SIZE = 1 << 20
-_OUT_OF_MEMORY = 1 << 62
+
+_NEARLY = 0.99
+"""Of the predicted peak, below which the measured one leaves room for another plan."""
 
 _NOTICEABLY = 0.98
 """Of a floor, below which another is worth a second search."""
@@ -65,6 +70,64 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     Raises:
         InfeasibleBudgetError: Nothing fits. Nothing is installed then, as on any other error.
     """
+    search = _prepared(trial, settings, lowest=lowest)
+    largest = search.sizes[-1]
+    good: Result | None = None
+    measured: int | None = None
+    executed: dict[int, int] = {}
+    for number in range(_MOST_TRIES):
+        try:
+            choice = first_choice(trial, search, may_grow=not number) if good is None else trial.share(search.choose)
+        except InfeasibleBudgetError:
+            if good is None:
+                raise
+            break
+        choice = _reserved(trial, search, choice)
+        size, step = choice.batch_size, choice.step
+        if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
+            break
+        try:
+            modules, measured = _execute(trial, choice, settings)
+        except ValueError as error:
+            if not is_too_small_for_batch_norm(error) or size == search.sizes[-1]:
+                raise
+            logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
+            search.sizes = [s for s in search.sizes if s > size]
+            continue
+        if measured is None:
+            logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
+            search.recount(_free_bytes(trial))
+            search.tighten()
+            continue
+        executed[size] = measured
+        if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
+            # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
+            search.correct(measured - max(step.timeline.memory_bytes), size)
+        if measured <= choice.budget_bytes or lowest:
+            trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
+            budget = max(measured, choice.budget_bytes)
+            num_steps = (number + 1) * STEPS_PER_TRIAL
+            found = Result(size, budget, step, measured, search.plain_peak(size), trials, num_steps, choice.reason)
+            leaves_room = measured < _NEARLY * step.predicted_peak_bytes
+            if lowest or good is not None or not (leaves_room and (step.num_recomputed or size != largest)):
+                return found, modules
+            good = found
+        uninstall(modules)
+        search.recount(_free_bytes(trial))
+        if good is None and number + 2 == _MOST_TRIES:
+            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
+    if good is not None:
+        return good, install(trial, good.batch_size, good.step)
+    needed = "more than the device has" if measured is None else format_bytes(measured)
+    raise InfeasibleBudgetError(
+        f"the planned step was executed {_MOST_TRIES} times and exceeded the budget each time, the last time at "
+        f"{needed}: raise memory_budget",
+        minimum_bytes=math.inf if measured is None else measured,
+    )
+
+
+def _prepared(trial: Trial, settings: Settings, *, lowest: bool) -> CandidateSearch:
+    """What is known before anything is executed."""
     sizes = sizes_to_consider(trial, settings)
     model = _model(trial, sizes, settings)
     takes_from_budget = settings.memory_budget is None and trial.device.type == "cpu"  # the search itself
@@ -78,59 +141,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     if lowest:
         search.exchange(with_apart(trial, search.model, with_scratch=settings.counts_scratch))
         search.settle_for_lowest(trial.share(search.lowest_peak))
-    good: Result | None = None
-    num_steps = measured = 0
-    executed: dict[int, int] = {}
-    while num_steps + STEPS_PER_TRIAL <= MOST_STEPS:
-        try:
-            choice = first_choice(trial, search, may_grow=not num_steps) if good is None else trial.share(search.choose)
-        except InfeasibleBudgetError:
-            if good is None:
-                raise
-            break
-        choice = _reserved(trial, search, choice)
-        size, step = choice.batch_size, choice.step
-        if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
-            break
-        num_steps += STEPS_PER_TRIAL
-        try:
-            modules, measured = _execute(trial, choice, settings)
-        except ValueError as error:
-            if is_too_small_for_batch_norm(error) and size != search.sizes[-1]:
-                logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
-                search.sizes = [s for s in search.sizes if s > size]
-                continue
-            raise
-        if measured == _OUT_OF_MEMORY:
-            logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
-            search.recount(_free_bytes(trial))
-            search.tighten()
-            continue
-        executed[size] = measured
-        if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
-            # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
-            search.correct(measured - max(step.timeline.memory_bytes), size)
-        if measured <= choice.budget_bytes or lowest:
-            trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
-            plain = search.plain_peak(size)
-            budget = max(measured, choice.budget_bytes)
-            result = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason)
-            could_improve = measured < 0.99 * step.predicted_peak_bytes and (step.num_recomputed or size != sizes[-1])
-            if lowest or good is not None or not could_improve:
-                return result, modules
-            good = result
-        uninstall(modules)
-        search.recount(_free_bytes(trial))
-        if good is None and num_steps + 2 * STEPS_PER_TRIAL > MOST_STEPS:
-            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
-    if good is not None:
-        return good, install(trial, good.batch_size, good.step)
-    found = "more than the device has" if measured == _OUT_OF_MEMORY else format_bytes(measured)
-    raise InfeasibleBudgetError(
-        f"the planned step was executed {num_steps // STEPS_PER_TRIAL} times and exceeded the budget each time, the "
-        f"last time at {found}: raise memory_budget",
-        minimum_bytes=measured,
-    )
+    return search
 
 
 def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
@@ -197,12 +208,13 @@ def _free_bytes(trial: Trial) -> int:
     return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
 
 
-def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.Module], int]:
-    """The rewritten modules, and the most that any rank measured: `_OUT_OF_MEMORY`, and none, if one ran out of it.
+def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.Module], int | None]:
+    """The rewritten modules, and the most that any rank measured: None, of none, if one ran out of memory.
 
     Where all counts that the device must have, it may take no more than the budget meanwhile.
     """
     size, modules = choice.batch_size, list[nn.Module]()
+    measured: int | None = None
     trial.within = choice.budget_bytes if settings.counts_scratch else None
     try:
         modules = install(trial, size, choice.step)
@@ -211,16 +223,14 @@ def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.
         uninstall(modules)
         if not is_out_of_memory(error):
             raise
-        measured = _OUT_OF_MEMORY
     finally:
         trial.within = None
-    most = -trial.least(-measured)
-    if most == _OUT_OF_MEMORY:
-        uninstall(modules)
-        gc.collect()
-        empty_cache(trial.device)
-        return [], most
-    return modules, most
+    if trial.least(int(measured is not None)) and measured is not None:
+        return modules, -trial.least(-measured)
+    uninstall(modules)
+    gc.collect()
+    empty_cache(trial.device)
+    return [], None
 
 
 def _warm_up(model: StepModel, settings: Settings) -> None:

@@ -25,6 +25,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
 from .as_in_eager import NOTE_FOR_COMPILERS, as_in_eager
+from .generators_left import generators_left
 from .shared_setting import SharedSetting
 
 # Of TorchDynamo's own names only these few are used, all of them here and in `as_in_eager`.
@@ -149,7 +150,7 @@ class CompiledForward:
             # Of this thread; TorchDynamo may have to capture anew.
             settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
             hooks = _hooks_captured.wanted() if self.has_hooks else nullcontext()
-            with config.patch(settings), as_in_eager(), hooks:
+            with config.patch(settings), as_in_eager(), generators_left(), hooks:
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)

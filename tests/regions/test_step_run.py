@@ -56,6 +56,14 @@ def test_a_thread_draws_as_if_it_were_alone() -> None:
             step_run.step_peak(module, (X,), {}, is_module_alone=True)
 
 
+def test_a_thread_draws_as_if_it_were_alone_while_modules_are_planned() -> None:
+    modules = [Counts() for _ in range(3)]
+    budget = least_budget(Counts(), X)
+    with drawing_beside():
+        for module in modules:
+            assert rematerialized(module, X, budget=budget).num_recomputed
+
+
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
