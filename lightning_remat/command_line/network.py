@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ..batch_search.plain_trial import PlainTrial
-from ..batch_search.resizing import batch_size_of, has_batch_dimension
+from ..batch_search.resizing import has_batch_dimension
 from .request import Request
 from .sharding import shard_blocks
 from .target import exchanged, make_module
@@ -153,8 +153,3 @@ def _described(batch: Any) -> list[str]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def samples_in(batch: Any) -> int:
-    """The batch size."""
-    return batch_size_of(batch)
