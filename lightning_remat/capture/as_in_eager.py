@@ -2,22 +2,23 @@
 
 Libraries compute otherwise under `torch.compile`: a scan in place of a loop, a mask in place of a look at its values.
 The results differ in bits, so whoever asks with tensors or modules at hand is told that nothing is compiled. Who has
-none is told the truth, as it only avoids what cannot be captured: a context variable, a warning. So is PyTorch's own
-code, whose other ways are often the only ones that can be captured.
+none is told the truth, as it only avoids what cannot be captured, a context variable; so is who warns, and so is
+PyTorch's own code, whose other ways are often the only ones that can be captured.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import external_utils
+from torch._dynamo import external_utils, trace_rules
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
@@ -43,6 +44,9 @@ _QUESTIONS: tuple[Any, ...] = (
     torch._utils.is_compiling,
     external_utils.is_compiling,
 )
+
+_STREAM_QUESTION: Any = getattr(torch.xpu, "is_current_stream_capturing", None)
+"""Another question, at which TorchDynamo stops unless it may ask it: libraries take it for one with those above."""
 
 _here = threading.local()
 
@@ -71,21 +75,36 @@ def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **
     return truth(variable, frame, *args, **kwargs)
 
 
+def _about_streams(_variable: Any, frame: Any) -> Any:
+    try:
+        return ConstantVariable.create(_STREAM_QUESTION())
+    except RuntimeError:  # of a PyTorch without such devices, which libraries expect
+        raise_observed_exception(RuntimeError, frame)
+
+
 def _may_compute(frame: Any) -> bool:
     """Whether the function that asks has tensors or modules at hand; where it is given nothing, the one that calls it.
 
     Args:
         frame: TorchDynamo's, of the function.
     """
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _TOLD_THE_TRUTH:
+    if any(caller.f_code.co_name.startswith("warn") for caller in _callers(frame)):
+        return False
+    for asking in _callers(frame):
+        if str(asking.f_globals.get("__name__", "")).partition(".")[0] in _TOLD_THE_TRUTH:
             return False
-        names = inspect.getargs(frame.f_code)
-        given = [frame.symbolic_locals.get(name) for name in (*names.args, names.varargs, names.varkw)]
+        names = inspect.getargs(asking.f_code)
+        given = [asking.symbolic_locals.get(name) for name in (*names.args, names.varargs, names.varkw)]
         if any(not _is_nothing(value) for value in given):
-            return _has_tensors_or_modules(frame.symbolic_locals.values())
-        frame = getattr(frame, "parent", None)
+            return _has_tensors_or_modules(asking.symbolic_locals.values())
     return True
+
+
+def _callers(frame: Any) -> Iterator[Any]:
+    """The frame of a function and those that are captured around it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = getattr(frame, "parent", None)
 
 
 def _is_nothing(value: Any) -> bool:
@@ -120,6 +139,9 @@ def _install() -> None:
     handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in _QUESTIONS:
         handlers[question] = partial(_answer, handlers[question])
+    if _STREAM_QUESTION is not None:
+        trace_rules._allowed_callable_ids.add(id(_STREAM_QUESTION))
+        handlers[_STREAM_QUESTION] = _about_streams
 
 
 _install()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +29,13 @@ def is_traced(t: Tensor | None = None) -> bool:
     return is_compiled() or isinstance(t, str)
 
 
+def is_recorded(t: Tensor) -> bool:
+    try:
+        return is_traced(t) or torch.xpu.is_current_stream_capturing()
+    except Exception:  # of a PyTorch without such devices
+        return False
+
+
 class Scale(nn.Module):
     def __init__(self, asks: Any) -> None:
         super().__init__()
@@ -45,6 +54,7 @@ QUESTIONS: dict[str, Any] = {
     "a helper": lambda _self, _x: is_compiled(),
     "a helper that looks at a tensor": lambda _self, x: is_traced(x),
     "a helper that is given nothing": lambda _self, _x: is_traced(),
+    "a helper that asks whether a stream is recorded": lambda _self, x: is_recorded(x),
 }
 
 
@@ -78,8 +88,25 @@ def note(place: str) -> None:
         PLACE.set(place)
 
 
-def test_who_only_avoids_what_cannot_be_captured_is_told_the_truth() -> None:
-    module = Named()
+class Warns(nn.Sequential):
+    """Looks at values only to warn, which cannot be captured, unless it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.warn_of_padding(x)
+        return super().forward(x)
+
+    def warn_of_padding(self, x: Tensor) -> None:
+        if not is_traced(x) and (x[:, -1] == 0).all():
+            warnings.warn("padding", stacklevel=1)
+
+
+def warning() -> nn.Module:
+    return Warns(*Named().layers)
+
+
+@pytest.mark.parametrize("make", [Named, warning])
+def test_who_only_avoids_what_cannot_be_captured_is_told_the_truth(make: Callable[[], nn.Module]) -> None:
+    module = make()
     plain = copy.deepcopy(module)
     plan = rematerialize(module, X, memory_budget="80%", planner="periodic")
     assert plan.rung == "traced"
