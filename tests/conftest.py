@@ -35,6 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers select
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            function = item.nodeid.partition("[")[0]
+            if function in seen:
+                item.add_marker("slow")
+            seen.add(function)
+
+
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> torch.device:
     """A device that is not the host: for tests marked `gpu`."""

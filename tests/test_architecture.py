@@ -85,6 +85,7 @@ def test_few_files_lie_beside_the_rooms() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", parameters(ORDERED, UPWARD))
 def test_a_file_imports_from_rooms_before_its_own(path: Path) -> None:
     before = ROOMS[: ROOMS.index(room_of(path)) + 1]
@@ -176,6 +177,7 @@ def test_the_package_imports_on_systems_other_than_unix() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_planners_import_without_torch() -> None:
     """`import lightning_remat.planners` alone must not need torch; the package's own names do."""
     code = (

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import lowering_reference as reference
@@ -48,6 +49,7 @@ def test_keeping_everything_recomputes_nothing(graph: Graph) -> None:
     assert simulate(graph, lower_kept(graph, range(len(graph.nodes)))).recompute_seconds == 0
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_equals_the_reference(data: st.DataObject) -> None:
     graph = data.draw(graphs())

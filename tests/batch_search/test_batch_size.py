@@ -36,6 +36,7 @@ def search(root: Path, module: Any = None, fit: Any = None, **options: Any) -> t
     return callback.result, module, trainer
 
 
+@pytest.mark.slow
 def test_largest_size_fits_and_the_next_does_not(tmp_path: Path) -> None:
     result, module, _ = search(tmp_path)
     assert result.measured_peak_bytes is not None
@@ -95,6 +96,7 @@ def test_effective_batch_size_sets_accumulation(tmp_path: Path) -> None:
     assert result.step.surroundings.is_accumulating
 
 
+@pytest.mark.slow
 def test_data_set_limits_the_size(tmp_path: Path) -> None:
     result, _, _ = search(tmp_path, seeded(), memory_budget="1GiB")
     assert result.batch_size == 64
@@ -152,6 +154,7 @@ def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
     assert 2 < result.num_steps <= 6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("part", "constant"), [(0.8, 0), (0.0, 2**19), (0.3, 2**18), (3.0, 0)])
 def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
     monkeypatch: pytest.MonkeyPatch, part: float, constant: int
@@ -274,6 +277,7 @@ def test_learning_rate_finder_comes_after(tmp_path: Path) -> None:
     assert kinds.index(Rematerialization) < kinds.index(Finder)
 
 
+@pytest.mark.slow
 def test_plain_pytorch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = network()

@@ -77,6 +77,7 @@ def fused_lowest(module: nn.Module, batch: Tensor, monkeypatch: pytest.MonkeyPat
         return lowest(module, batch)
 
 
+@pytest.mark.slow
 def test_a_step_goes_below_the_floor_of_its_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module, batch = classifier(), torch.randn(16, 3, 16, 16)
@@ -101,6 +102,7 @@ def test_a_step_goes_below_the_floor_of_its_fused_operations(monkeypatch: pytest
     assert_equal_traces(traces(plain, [batch] * 2), traces(module, [batch] * 2))
 
 
+@pytest.mark.slow
 def test_a_size_is_found_where_not_even_the_smallest_would_fit_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module, batch = classifier(), torch.randn(16, 3, 16, 16)
@@ -120,6 +122,7 @@ def test_a_size_is_found_where_not_even_the_smallest_would_fit_in_place(monkeypa
     assert found.measured_peak_bytes <= found.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_larger_size_is_found_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module, batch = classifier(), torch.randn(16, 3, 16, 16)
@@ -209,6 +212,7 @@ def test_the_lowest_peak_is_that_of_the_better_way(tmp_path: Path) -> None:
     assert callback.result.predicted_peak_bytes <= 1.02 * least
 
 
+@pytest.mark.slow
 def test_parts_of_a_module_run_out_of_place_and_their_plan_is_read_back() -> None:
     torch.manual_seed(0)
     plain, x = TwoParts(), torch.randn(16, 3, 16, 16)

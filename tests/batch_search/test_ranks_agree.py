@@ -101,6 +101,7 @@ def check(
     return ours, theirs
 
 
+@pytest.mark.slow
 def test_where_a_larger_size_is_looked_for_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = classifier(), torch.randn(16, 3, 16, 16)
     budget = fused_lowest(module, batch, monkeypatch)
@@ -118,6 +119,7 @@ def test_where_a_larger_size_is_looked_for_out_of_place(monkeypatch: pytest.Monk
     assert theirs.measured_peak_bytes == ours.measured_peak_bytes
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = classifier(), torch.randn(16, 3, 16, 16)
     budget = int(0.98 * fused_lowest(module, batch, monkeypatch))
@@ -126,6 +128,7 @@ def test_where_nothing_fits_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs.plan.schedule == ours.plan.schedule
 
 
+@pytest.mark.slow
 def test_where_the_lowest_peak_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(planner=QUICK, memory_budget=1, min_batch_size=16, max_batch_size=64)
     ours, theirs = check(settings, monkeypatch, sees_lower_floor=True, lowest=True)
@@ -137,6 +140,7 @@ def remat(**options: Any) -> Rematerialization:
     return Rematerialization("periodic", memory_budget="85%", batch_size="keep", **options)
 
 
+@pytest.mark.slow
 def test_a_stored_plan_that_only_the_first_rank_has_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = remat(), remat(plan_path=tmp_path / "absent.json")
     run(tmp_path, seeded(), first, max_steps=1)

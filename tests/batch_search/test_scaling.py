@@ -78,6 +78,7 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "shape"),
     [(Held(), (64, 32)), (convolutions(), (4, 8, 8)), (attention(), (7, 32))],

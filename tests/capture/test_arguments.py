@@ -64,6 +64,7 @@ def content(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_a_forward_writes_into_its_arguments_is_written_once(name: str, decides: bool) -> None:
@@ -110,6 +111,7 @@ class Hands(nn.Module):
         return z * (state.y if isinstance(state, State) else state["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "does"),
     [(State, lambda s, y: setattr(s, "y", y)), (lambda y: {"y": y}, lambda d, y: d.update(y=y))],

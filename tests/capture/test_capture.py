@@ -32,6 +32,7 @@ class Asks(nn.Module):
         return self.outer(torch.cat(heads, -1).reshape(x.shape).sigmoid())
 
 
+@pytest.mark.slow
 def test_sizes_are_answered_and_the_batch_size_stays_free() -> None:
     x = torch.randn(4, 6, 6)
     plain, traced = Asks(), trace(Asks(), x)
@@ -43,6 +44,7 @@ def test_sizes_are_answered_and_the_batch_size_stays_free() -> None:
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
+@pytest.mark.slow
 def test_other_sizes_that_decide_otherwise_are_captured_anew() -> None:
     x, odd = torch.randn(4, 6, 6), torch.randn(4, 5, 6)
     plain = Asks()

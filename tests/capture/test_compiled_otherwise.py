@@ -58,6 +58,7 @@ QUESTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_who_computes_is_told_that_nothing_is_compiled(question: str) -> None:
     torch.manual_seed(0)
@@ -129,6 +130,7 @@ class Masked(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.slow
 def test_values_decide_as_without_a_capture() -> None:
     torch.manual_seed(0)
     module = Masked()

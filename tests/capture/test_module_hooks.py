@@ -95,6 +95,7 @@ def assert_same(ours: list[Any], plain: list[Any]) -> None:
         assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_hooks_fire_as_in_the_plain_step_within_the_budget(case: str) -> None:
     torch.manual_seed(0)
@@ -145,6 +146,7 @@ def test_a_profile_fires_no_hook() -> None:
     assert "backward_hooks" in str(traced.fx_graph)
 
 
+@pytest.mark.slow
 def test_hooks_that_come_later_and_go() -> None:
     module, seen = layers(), list[Any]()
     both_twice(module[3], seen)
@@ -173,6 +175,7 @@ class HooksTensor(nn.Module):
         return self.second(h)
 
 
+@pytest.mark.slow
 def test_a_hook_of_a_tensor_beside_them_is_not_lost() -> None:
     torch.manual_seed(0)
     module, seen = HooksTensor(), list[Any]()

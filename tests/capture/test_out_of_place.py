@@ -81,6 +81,7 @@ def test_a_small_vgg_goes_below_the_floor_of_its_fused_graph() -> None:
     assert step_peak(ours, x) == step_peak(plain, x)
 
 
+@pytest.mark.slow
 def test_a_plan_for_it_is_read_back_and_installed() -> None:
     module, x = made_small_vgg()
     lowest = floor(module, x)
@@ -91,6 +92,7 @@ def test_a_plan_for_it_is_read_back_and_installed() -> None:
     assert step_peak(module, x) - LOSS_BYTES <= lowest
 
 
+@pytest.mark.slow
 def test_the_fused_graph_is_taken_where_it_suffices() -> None:
     module, x = made_small_vgg()
     made = rematerialize(module, x, memory_budget=fused_floor(module, x), planner=QUICK)
@@ -98,6 +100,7 @@ def test_the_fused_graph_is_taken_where_it_suffices() -> None:
     assert [node.name for node in made.graph.nodes] == [o.name for o in trace(module, x).operations]
 
 
+@pytest.mark.slow
 def test_a_lower_floor_is_told_even_if_it_is_missed() -> None:
     module, x = made_small_vgg()
     assert floor(module, x) < fused_floor(module, x)
@@ -134,6 +137,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", APART)
 def test_activations_apart_have_the_same_results(name: str) -> None:
     torch.manual_seed(0)

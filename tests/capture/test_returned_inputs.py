@@ -67,6 +67,7 @@ def measured_and_predicted(nested: str, kept: tuple[int, ...]) -> tuple[int, int
     return step_peak(module, x) - LOSS_BYTES, simulate(graph, lower_kept(graph, kept)).peak_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nested", ["pair", "dict", "view"])
 @pytest.mark.parametrize("kept", KEPT)
 def test_peaks_are_predicted(nested: str, kept: tuple[int, ...]) -> None:
@@ -74,6 +75,7 @@ def test_peaks_are_predicted(nested: str, kept: tuple[int, ...]) -> None:
     assert measured == predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [ReadsBoth(), ReadsBoth("dict"), ReadsBoth(returns=True), ReadsWhole()])
 def test_steps_are_bitwise_equal(module: nn.Module) -> None:
     assert_equal_steps(module, torch.randn(3, 64), kept=((), (1,), (2,), (0, 3)))

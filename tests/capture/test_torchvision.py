@@ -54,6 +54,7 @@ def planned_at(graph: object, fraction: float, planner: str) -> Plan:
         return plan(graph, int(error.minimum_bytes), planner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(NAMES))
 def test_three_training_steps_are_bitwise_equal(name: str) -> None:
     torch.manual_seed(0)
@@ -73,6 +74,7 @@ def test_three_training_steps_are_bitwise_equal(name: str) -> None:
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(NAMES))
 def test_predicted_peaks_are_measured_at_paper_size(name: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -82,6 +82,7 @@ def test_the_prediction_is_that_of_the_real_step(capsys: pytest.CaptureFixture[s
     assert measured.peak_bytes < 0.8 * told["plain_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_largest_and_the_fastest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     told = asked(capsys, f"{HERE}:chain", "--input", "Bx32", "--memory", "1MiB", "--optimizer", "adamw")
     largest, fastest = told["largest"], told["fastest"]
@@ -153,6 +154,7 @@ def test_the_page_holds_the_plan(tmp_path: Path) -> None:
     assert "of 1024 samples in" in file.read_text(encoding="utf-8")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "part", "code"),
     [

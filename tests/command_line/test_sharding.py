@@ -26,6 +26,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obje
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_part(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--strategy", "fsdp2", "--optimizer", "adam", "--memory", "90%", "--world-size"]
     two, many = asked(capsys, *wanted, "2"), asked(capsys, *wanted, "8")
@@ -41,6 +42,7 @@ def test_a_rank_holds_its_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_what_is_sharded_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", NET, "--input", "64x8", "--strategy", "fsdp2", "--world-size", "4"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -59,6 +61,7 @@ def test_blocks_are_what_people_shard() -> None:
     assert repeated_blocks(transformer) == blocks
 
 
+@pytest.mark.slow
 def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> None:
     options._options.cache_clear()
     with one_of_many(4) as mesh, FakeTensorMode(), counted(calls, "traced_graph") as traced:
@@ -71,6 +74,7 @@ def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> No
     assert options._options.cache_info().misses == 1
 
 
+@pytest.mark.slow
 def test_units_with_other_settings_are_not_taken_for_equal() -> None:
     with one_of_many(4) as mesh, FakeTensorMode():
         net = Transformer()
@@ -82,6 +86,7 @@ def test_units_with_other_settings_are_not_taken_for_equal() -> None:
         assert rest == [first, first]
 
 
+@pytest.mark.slow
 def test_gathers_are_planned_with_a_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--strategy", "fsdp2", "--world-size", "8", "--memory", "90%"]
     left = asked(capsys, *wanted)
@@ -97,6 +102,7 @@ def test_gathers_are_planned_with_a_bandwidth(capsys: pytest.CaptureFixture[str]
     assert planned["measured_peak_bytes"] <= planned["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_how_it_is_asked_for_in_training(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--strategy", "fsdp2", "--world-size", "8", "--gather-bandwidth", "4GB", "--memory", "80%"]
     assert main(["plan", NET, "--input", "256x8", "--planner", "periodic", *wanted]) == 0

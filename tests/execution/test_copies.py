@@ -19,6 +19,7 @@ from uses import X, chain, compared, same
 from lightning_remat import rematerialize
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_train_alike() -> None:
     plain = chain()
     ours = recomputing_copy(plain, X)
@@ -48,6 +49,7 @@ def test_state_dict_both_ways() -> None:
     assert_equal_traces(traces(copy.deepcopy(plain), [X]), traces(blank, [X]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
 def test_averaged_models(average: Any) -> None:
     def use(m: nn.Module) -> list[Any]:
@@ -87,6 +89,7 @@ def without_random() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Sigmoid()) for _ in range(4)))
 
 
+@pytest.mark.slow
 def test_two_models_in_two_threads_and_one_model_in_both() -> None:
     plain = [without_random() for _ in range(2)]
     expected = [traces(copy.deepcopy(m), [X] * 20) for m in plain]
@@ -181,6 +184,7 @@ class TestCompilers:
             rematerialize(torch.compile(chain(), backend="eager"), X, memory_budget="90%")
 
 
+@pytest.mark.slow
 def test_rewriting_a_module_replaces_the_rewriting_of_its_parts() -> None:
     outer = nn.Sequential(nn.Linear(6, 6), recomputing_copy(chain(), X))
     rematerialize(outer, X, memory_budget="100%", planner="periodic")

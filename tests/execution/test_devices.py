@@ -142,6 +142,7 @@ def test_a_size_found_without_a_trainer_trains_within_the_budget(device: torch.d
         assert measured.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_the_device(device: torch.device) -> None:
     """A plan made on the device estimates its step from what the operations took there."""
     module, x = network().to(device), torch.randn(8, 3, 16, 16, device=device)

@@ -166,6 +166,7 @@ def test_gradient_penalty_needs_a_double_backward() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_and_of_some_parameters() -> None:
     results = []
     plain, ours, x = rewritten_chain()

@@ -76,6 +76,7 @@ def steps_alive() -> set[int]:
     return {id(o) for o in gc.get_objects() if type(o) is executor.Execution}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "recompute", "backward", "hook"])
 def test_the_step_after_an_error_is_right_and_nothing_is_held(place: str) -> None:
     plain = network()

@@ -31,6 +31,7 @@ def is_rewritten(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
+@pytest.mark.slow
 def test_restore_undoes_and_repeats() -> None:
     module = network()
     before = set(vars(module))
@@ -71,6 +72,7 @@ def test_copies_are_rewritten_and_pickles_are_plain() -> None:
     assert torch.equal(loaded(X), module(X))
 
 
+@pytest.mark.slow
 def test_a_stored_plan_is_taken() -> None:
     module = network()
     made = rematerialize(module, X, memory_budget="60%", planner="periodic")
@@ -83,6 +85,7 @@ def test_a_stored_plan_is_taken() -> None:
         rematerialize(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()), X, plan=stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -103,6 +106,7 @@ def test_errors_leave_the_module_as_it_was(arguments: dict, error: type[Exceptio
         assert all(p.grad is None for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_infeasible_budgets_carry_the_floor() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         rematerialize(network(), X, memory_budget=10, planner="periodic")
@@ -139,6 +143,7 @@ class Block(nn.Module):
         return self.last(self.branch(self.first(x))).sigmoid()
 
 
+@pytest.mark.slow
 def test_a_branch_on_values_divides_the_forward_into_graphs() -> None:
     module = nn.Sequential(Block(), Block())
     plain = copy.deepcopy(module)
@@ -151,6 +156,7 @@ def test_a_branch_on_values_divides_the_forward_into_graphs() -> None:
     assert_equal_traces(traces(plain, [X, X + 1, X - 9]), traces(module, [X, X + 1, X - 9]))
 
 
+@pytest.mark.slow
 def test_what_changes_is_captured_anew() -> None:
     module, plain = rewritten(), network()
     for m in (module, plain):
@@ -158,6 +164,7 @@ def test_what_changes_is_captured_anew() -> None:
     assert_equal_traces(traces(plain, [X, X[:100]]), traces(module, [X, X[:100]]))
 
 
+@pytest.mark.slow
 def test_sizes_may_change_between_steps() -> None:
     plain, ours = network(), rewritten()
     for size in (512, 7, 64):

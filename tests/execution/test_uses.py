@@ -27,6 +27,7 @@ class Two(nn.Module):
         return self.left(y), self.right(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_on_one_of_two_outputs(which: int) -> None:
     def use(m: nn.Module) -> list[Any]:
@@ -46,6 +47,7 @@ def test_outputs_one_after_the_other() -> None:
     compared(use, Two())
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_and_parameters_with_autograd_grad() -> None:
     def use(m: nn.Module) -> list[Any]:
         x = X.clone().requires_grad_()
@@ -66,6 +68,7 @@ def test_accumulation_over_batches_and_several_forwards() -> None:
     compared(use)
 
 
+@pytest.mark.slow
 def test_gradient_penalty_with_parameters() -> None:
     def use(m: nn.Module) -> list[Any]:
         x = X.clone().requires_grad_()
@@ -77,6 +80,7 @@ def test_gradient_penalty_with_parameters() -> None:
     compared(use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_with_a_gradient_scaler(dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
@@ -100,6 +104,7 @@ def test_autocast_with_a_gradient_scaler(dtype: torch.dtype) -> None:
     assert same(*([*use(m), *(p.grad for p in m.parameters())] for m in both))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [["0."], ["3."], ["1.", "2."], ["0.0.weight", "1.0.bias"]])
 def test_frozen_parts_and_parts_unfrozen_later(frozen: list[str]) -> None:
     def use(m: nn.Module) -> list[Any]:

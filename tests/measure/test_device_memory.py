@@ -67,6 +67,7 @@ def test_the_least_of_machine_and_groups_is_free(monkeypatch: pytest.MonkeyPatch
     assert device_memory(torch.device("cpu")).free_bytes == 0
 
 
+@pytest.mark.slow
 def test_address_space_is_a_limit() -> None:
     code = (
         "import resource, psutil, torch; from lightning_remat.measure.device_memory import device_memory; "

@@ -147,6 +147,7 @@ class FailingInValidation(Classifier):
             raise RuntimeError(EXHAUSTED)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 def test_validation_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_scratch_memory_of_a_convolution_is_seen_beside_tensors() -> None:
     assert everything.peak_bytes > 1.5 * x.nbytes
 
 
+@pytest.mark.slow
 @needs_onednn
 def test_profile_with_scratch_tells_what_a_step_takes_better_than_one_without() -> None:
     """How much scratch a kernel takes, and when it is handed back, differs from one processor to the next."""

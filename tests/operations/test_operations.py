@@ -122,6 +122,7 @@ def stochastic_depth(x: Tensor) -> Tensor:
 RANDOM = [attention_with_dropout, noise, random_activations, stochastic_depth]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("does", [*PLAIN, *RANDOM])
 def test_functions(does: Callable[[Tensor], Tensor]) -> None:
     assert_equal_steps(Between(does), X, kept=[(), (1,), (1, 3)])
@@ -214,6 +215,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:
     assert_equal_steps(image_layers(LAYERS[name]()), IMAGES, kept=[(), (0,), (1,)])
@@ -237,12 +239,14 @@ def test_the_old_weight_norm_which_cannot_be_copied() -> None:
     assert_equal_traces(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Twice(), Recurrent(), nn.Sequential(nn.LSTM(6, 6, 2, dropout=0.3))])
 def test_shared_parts_and_recurrences(module: nn.Module) -> None:
     x = X if not isinstance(module, nn.Sequential) else X.view(2, 4, 6)
     assert_equal_steps(module, x, kept=[(), (1,), (1, 4)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_layers(norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, norm_first=norm_first, batch_first=True)
@@ -301,6 +305,7 @@ class RareBranch(nn.Module):
         return x.sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [

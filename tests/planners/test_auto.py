@@ -63,6 +63,7 @@ def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
                 assert ours.seconds <= simulate(graph, PLANNERS[name](graph, budget)).seconds + 1e-9, name
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(node_graphs(most=9))
 def test_the_floor_is_exact(graph: Graph) -> None:
@@ -171,6 +172,7 @@ def test_cheap_values_go_before_costly_ones() -> None:
     assert "conv2d" not in again
 
 
+@pytest.mark.slow
 def test_a_long_chain_needs_about_logarithmic_memory() -> None:
     """Repeated recomputation: single recomputations alone cannot go below 2 sqrt(n) values."""
     graph = relu_chain(100)

@@ -51,6 +51,7 @@ def test_relaxation_never_beats_the_integer_program_and_keeps_to_every_budget(gr
         assert exact.seconds <= found.seconds + 1e-9
 
 
+@pytest.mark.slow
 def test_a_value_is_recomputed_many_times_where_memory_is_short():
     # Ten equal operations within four values, gradients included: some node must run more than twice.
     graph = relu_chain(10)

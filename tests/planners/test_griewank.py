@@ -20,6 +20,7 @@ def binomial_advances(num_steps: int, num_kept: int) -> int:
     return r * num_steps - (comb(num_kept + r, num_kept + 1) if r else 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", [500, None])
 @pytest.mark.parametrize("num_kept", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6, 10, 11, 21, 34])

@@ -52,6 +52,7 @@ def test_cost_follows_equations_1_and_2(instance, data):
     assert cost(problem, list(sequence)) == cost_of(times, memories, edges, sequence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=150, deadline=None)
 @given(instance=lower_set_problems(most=6))

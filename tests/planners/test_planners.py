@@ -98,6 +98,7 @@ def check_contract(graph: Graph, planner: str) -> None:
         assert seconds == pytest.approx(plain.seconds)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("planner", VARIANTS)
 @given(graph=graphs())
 @settings(deadline=None, max_examples=15)
@@ -105,6 +106,7 @@ def test_it_fits_or_says_how_low_it_can_go(planner: str, graph: Graph) -> None:
     check_contract(graph, planner)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("planner", VARIANTS)
 @pytest.mark.parametrize("name", EDGE_CASES)
 def test_odd_graphs_are_planned_alike(planner: str, name: str) -> None:

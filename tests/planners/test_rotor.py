@@ -57,6 +57,7 @@ def test_exact_memory_finds_the_optimum_of_the_search(floating: bool, chain: Cha
         assert measured.peak <= budget
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("floating", [False, True])
 @pytest.mark.parametrize("slots", [500, 10, None])
 @given(chain=chains(max_stages=4))
@@ -81,6 +82,7 @@ def test_the_error_carries_its_facts():
         rotor.solve(TOY, 82.11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floating", [False, True])
 @given(chain=chains(max_stages=14, largest=10_000), fraction=st.floats(0.0, 1.1), slots=st.integers(1, 60))
 @settings(deadline=None, max_examples=60)
@@ -111,6 +113,7 @@ def test_slots_of_one_unit_are_exact(chain: Chain, fraction: float):
         assert replay(chain, rotor.solve(chain, budget, slots=500, floating=floating)).makespan == exact.makespan
 
 
+@pytest.mark.slow
 @given(chain=chains(max_stages=10, largest=30))
 @settings(deadline=None, max_examples=30)
 def test_more_memory_is_never_slower_and_floating_never_loses(chain: Chain):
@@ -153,6 +156,7 @@ def test_slots_must_be_positive():
         rotor.solve(TOY, 90, slots=0)
 
 
+@pytest.mark.slow
 def test_a_chain_of_339_stages_fits_its_budget():
     sizes = [(7919 * i) % 1000 + 1 for i in range(340)]
     stages = tuple(Stage(1000 * a, 1000 * (2 * a + b), a, 2 * b) for a, b in pairwise(sizes))

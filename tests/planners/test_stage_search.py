@@ -54,6 +54,7 @@ def test_the_answer_fits_or_the_error_names_the_floor(plan: Plan, graph: Graph, 
         assert simulate(graph, schedule).peak_bytes <= budget
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "family", [SubFamily(tapes, floating) for tapes in (True, False) for floating in (True, False)]
 )
@@ -69,6 +70,7 @@ def test_the_dynamic_program_bounds_what_its_sequences_take(family: SubFamily, g
         assert simulation.peak_bytes <= memory + graph.input_bytes + graph.static_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget", range(450, 1200, 50))
 def test_rotor_is_optimal_on_a_plain_chain(budget: int):
     graph = product_chain(6)

@@ -116,6 +116,7 @@ def test_figure_1_in_place_and_sharing():
     assert [allocate(graph, s).total_bytes // 64 for s in STRATEGIES[:3]] == [8, 6, 4]
 
 
+@pytest.mark.slow
 def test_sublinear_plan_of_a_chain_grows_with_the_square_root():
     def total(length, strategy):
         graph = relu_chain(length, output_bytes=1)

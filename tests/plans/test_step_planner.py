@@ -84,6 +84,7 @@ def test_plan_stays_within_the_budget_of_the_whole_step(keys: tuple[str, ...], p
     assert step.plain_peak_bytes == 1000 + whole
 
 
+@pytest.mark.slow
 def test_every_budget_above_the_lowest_peak_can_be_met() -> None:
     rng = random.Random(0)
     nodes = [

@@ -28,6 +28,7 @@ class MixesTokens(nn.Module):
         return self.last(y.tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), (1,), (0, 2)])
 def test_a_copy_of_a_transposed_gradient_is_predicted(kept: tuple[int, ...]) -> None:
     module, x = MixesTokens(), torch.randn(64, 12, 10)
@@ -52,6 +53,7 @@ class Swapped(nn.Module):
         return x.transpose(-1, -2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fake", [False, True])
 def test_gradients_that_do_not_lie_as_their_tensors(is_fake: bool) -> None:
     with FakeTensorMode() if is_fake else torch.enable_grad():

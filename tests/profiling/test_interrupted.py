@@ -40,6 +40,7 @@ def state(module: nn.Module) -> list[Any]:
     return [*(t.tolist() for t in tensors), *settings, [p.grad for p in module.parameters()]]
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_leaves_all_as_it_was() -> None:
     x = torch.randn(4, 3, 8, 8)
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Conv2d(4, 2, 1)]

@@ -72,6 +72,7 @@ def test_predicted_is_allocated(make: Callable[[], nn.Module], shape: tuple[int,
         restore(module)
 
 
+@pytest.mark.slow
 def test_on_fake_tensors_nobody_can_tell() -> None:
     """The profile is the same: what kernels allocate is no part of it."""
     with FakeTensorMode():

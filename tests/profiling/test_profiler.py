@@ -116,6 +116,7 @@ class TwoCells(nn.Module):
         return value + states[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_gradients_that_are_added_go_one_by_one(num_steps: int) -> None:
     """A cell makes gradients of two weights; what is added to those of later steps is never there at once."""

@@ -36,6 +36,7 @@ def marked() -> list[object]:
     return [pytest.param(a, id=a.name, marks=[] if a.name in QUICK else [pytest.mark.slow]) for a in SAMPLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", marked())
 def test_steps_at_the_lowest_peak_are_bitwise_equal(architecture: Architecture) -> None:
     if architecture.source not in ("torch", "recipes"):

@@ -34,6 +34,7 @@ def rows(folder, name):
     return list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
 
 
+@pytest.mark.slow
 def test_kusumoto2019(tmp_path):
     page = run("kusumoto2019", tmp_path, networks=["VGG19"], scale=0.04)
     assert "| VGG19 | 7.0 →" in page
@@ -100,6 +101,7 @@ def test_beaumont2024(tmp_path):
             assert float(row["peak GiB"]) <= float(row["limit GiB"])
 
 
+@pytest.mark.slow
 def test_sequential_recomputes_all_but_the_last_segment():
     graph = beaumont2024.network_of("ResNet18", 64, 2).graph()
     schedules = list(beaumont2024.sequential(graph))

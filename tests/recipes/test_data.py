@@ -60,6 +60,7 @@ def test_training_digits_move_and_test_digits_do_not():
     assert all(torch.equal(moving.test_set[i][0], still.test_set[i][0]) for i in range(20))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "data",
     [

@@ -13,6 +13,7 @@ from benchmarks import device_steps
 from benchmarks.paper_scale import PaperNetwork, images
 
 
+@pytest.mark.slow
 def test_a_row_for_each_budget_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_steps, "NETWORKS", {"toy": PaperNetwork(network, images(16), 8, 2)})
     output = tmp_path / "results" / "steps.md"

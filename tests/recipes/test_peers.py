@@ -81,6 +81,7 @@ def test_every_peer_on_real_tensors() -> None:
         assert row.auto_bytes <= row.peak_bytes
 
 
+@pytest.mark.slow
 def test_auto_has_no_plan_under_its_floor() -> None:
     assert bench().auto(1000) is None
 
@@ -133,6 +134,7 @@ def test_the_allocator_as_second_witness() -> None:
     assert 2 << 20 <= allocator_growth(block) < (2 << 20) + 100, "two tensors at once, and small change"
 
 
+@pytest.mark.slow
 def test_compiled_code_is_measured_by_the_allocator() -> None:
     made = bench()
     peer = Peer("doubles", lambda chain, _: lambda x: chain(x), is_compiled=True)

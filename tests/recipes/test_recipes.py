@@ -94,6 +94,7 @@ def test_experiment_runs_at_toy_size(name, tmp_path):
     assert list(tmp_path.glob("**/remat_report.json"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_composes_with_its_remat_and_without(name):
     assert composed("train", f"experiment={name}", "output_dir=x").remat.planner in (*PLANNERS, "auto")

@@ -45,6 +45,7 @@ def planned(module: nn.Module, x: Tensor = IMAGES) -> Plan:
     return Plan.from_json(found.to_json())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [network, InParts, Aside])
 @pytest.mark.parametrize(
     ("other", "told"),
@@ -107,6 +108,7 @@ def test_a_wrong_argument_is_named_before_anything_runs(arguments: dict[str, Any
         rematerialize(Untouched(), IMAGES, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.int64, np.uint32, np.float64])
 def test_numbers_of_numpy_are_budgets(kind: Any) -> None:
     graph = profile(trace(network(), IMAGES), IMAGES)

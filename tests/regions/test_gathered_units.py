@@ -74,6 +74,7 @@ def planned(mesh: Any, planner: str, bandwidth: float | None, **options: Any) ->
     return made, measured, len(gathers)
 
 
+@pytest.mark.slow
 def test_recomputing_and_gathering_planned_together_beat_each_alone() -> None:
     with one_of_many(8) as mesh, FakeTensorMode(), assumed_speed(Speed(1e11, 1e10, 2e-6)):
         together, measured, gathers = planned(mesh, "periodic", BANDWIDTH)

@@ -216,6 +216,7 @@ def assert_as_predicted(module: nn.Module, x: Tensor) -> None:
         restore(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_as_predicted(kind: str) -> None:
     torch.manual_seed(0)
@@ -237,6 +238,7 @@ def test_peaks_of_random_modules_are_as_predicted(module: RandomModule) -> None:
     assert_as_predicted(module, torch.randn(600, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plain_peak_is_that_of_the_plain_step(kind: str) -> None:
     torch.manual_seed(0)
@@ -270,6 +272,7 @@ def test_gradients_that_are_copied_are_counted_twice() -> None:
     assert plan.peak_bytes == plan.plain.peak_bytes == measured
 
 
+@pytest.mark.slow
 def test_a_corrected_plan_is_stored() -> None:
     plan = rematerialized(hooked(), X, budget=least_budget(hooked(), X) * 2)
     assert plan.correction_bytes
@@ -296,6 +299,7 @@ def measured_by(measure: Callable[..., int], monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(place, "step_peak", measure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.15])
 def test_a_step_that_exceeds_the_budget_is_planned_again(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     module, weighs = Gated(), _Weighs(factor)

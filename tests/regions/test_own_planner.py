@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ class Divided(nn.Module):
         return self.second(h * torch._dynamo.disable(lambda: 1.0)())
 
 
+@pytest.mark.slow
 def test_the_users_planner_plans_what_a_part_does_later() -> None:
     planned: list[Graph] = []
 

@@ -120,6 +120,7 @@ def test_parts_share_the_budget_and_results_are_the_plain_ones(
     assert_equal_traces(traces(plain, [X, X[:100]]), traces(ours, [X, X[:100]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "part"), [(Network, ""), (Aside, "blocks.0")])
 def test_restore_undoes_the_parts_and_a_failure_brings_them_back(kind: type[nn.Module], part: str) -> None:
     module = build(kind)
@@ -134,6 +135,7 @@ def test_restore_undoes_the_parts_and_a_failure_brings_them_back(kind: type[nn.M
     assert {name: dict(vars(m)) for name, m in module.named_modules()} == attributes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -153,6 +155,7 @@ def test_a_stored_plan_is_taken(kind: type[Network], told: str) -> None:
         rematerialize(kind(depth=4), X, plan=stored)
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_names_the_lowest_peak_of_the_whole_step() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"because of node '\[1\]\.blocks") as caught:
         rematerialize(build(Network), X, memory_budget=1000, planner="periodic")
@@ -191,6 +194,7 @@ def test_where_no_part_can_be_captured_the_module_is_untouched() -> None:
     assert {name: dict(vars(m)) for name, m in pair.named_modules()} == attributes
 
 
+@pytest.mark.slow
 def test_the_log_tells_the_rung_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lightning_remat"):
         rematerialize(build(Network), X, memory_budget="70%", planner="periodic")
@@ -221,6 +225,7 @@ class WritesItsInput(nn.Module):
         return h.sum()
 
 
+@pytest.mark.slow
 def test_a_part_that_stays_as_it_is_has_no_activations_to_put_apart_and_is_not_news(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -64,6 +64,7 @@ def rewritten(module: nn.Module) -> list[str]:
     return [name for name, m in submodules(module) if "forward" in vars(m)]
 
 
+@pytest.mark.slow
 def test_the_trainer_s_step_is_searched_and_trains_as_plainly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained: list[Classifier] = []
     callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
@@ -88,6 +89,7 @@ def test_the_trainer_s_step_is_searched_and_trains_as_plainly(tmp_path: Path, ca
     assert all(torch.equal(plain[key], ours[key]) for key in plain)
 
 
+@pytest.mark.slow
 def test_a_size_is_found_for_the_parts(tmp_path: Path) -> None:
     module = seeded(Classifier, net=Branches())
     callback = Rematerialization("periodic", memory_budget="3MiB", max_batch_size=16)
@@ -115,6 +117,7 @@ def test_a_step_of_which_nothing_can_be_captured_is_left_alone(tmp_path: Path) -
         run(tmp_path, seeded(Bare, net=Chooses()), Rematerialization(memory_budget="80%"), max_steps=1)
 
 
+@pytest.mark.slow
 def test_a_wrapper_s_module_is_profiled_as_the_wrapper_calls_it() -> None:
     torch.manual_seed(0)
     plain = Wraps(network())
@@ -135,6 +138,7 @@ def test_a_wrapper_s_module_is_profiled_as_the_wrapper_calls_it() -> None:
     restore(ours)
 
 
+@pytest.mark.slow
 def test_a_data_parallel_wrapper_is_looked_into() -> None:
     module = Wraps(nn.DataParallel(network()))
     x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))

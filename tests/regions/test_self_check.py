@@ -79,6 +79,7 @@ def network(part: type[nn.Module], root: type[nn.Sequential] = nn.Sequential) ->
     return root(*blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [nn.Sequential, BranchingRoot])
 def test_a_right_plan_passes_and_leaves_no_trace(root: type[nn.Sequential]) -> None:
     plain = network(nn.Tanh, root)
@@ -94,6 +95,7 @@ def test_a_right_plan_passes_and_leaves_no_trace(root: type[nn.Sequential]) -> N
     assert_equal_traces(traces(plain, [X]), traces(ours, [X]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [nn.Sequential, BranchingRoot])
 def test_a_recomputation_that_differs_is_named_and_the_plain_model_kept(root: type[nn.Sequential]) -> None:
     module = network(Recomputed, root)
@@ -108,11 +110,13 @@ def test_a_recomputation_that_differs_is_named_and_the_plain_model_kept(root: ty
     assert {name: dict(vars(m)) for name, m in module.named_modules()} == attributes
 
 
+@pytest.mark.slow
 def test_hidden_state_is_found() -> None:
     with pytest.warns(UserWarning, match="is left as it is: a planned step differs"):
         rematerialize(network(Hidden), X, memory_budget="80%", planner="periodic", self_check=True)
 
 
+@pytest.mark.slow
 def test_a_wrong_executor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_remat.execution import executor
 
@@ -140,6 +144,7 @@ def test_an_error_of_the_planned_step_alone_is_a_difference(monkeypatch: pytest.
     assert difference.what == "course: RuntimeError: lost its way"
 
 
+@pytest.mark.slow
 def test_fake_inputs_cannot_be_compared() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.node_graphs import node_graphs, varied
@@ -17,6 +18,7 @@ def check(graph: Graph, schedule: Schedule) -> None:
     assert Judge(graph).cost(schedule) == (found.peak_bytes, found.seconds)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(0, 2**32))
 def test_equals_the_simulator(data: st.DataObject, seed: int) -> None:

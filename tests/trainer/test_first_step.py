@@ -102,6 +102,7 @@ def test_training_gets_every_batch(tmp_path: Path, loader: Any) -> None:
     assert_same_run(tmp_path, fit=lambda module: {"train_dataloaders": loader(module)}, max_steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", ["keep", BATCH, 2 * BATCH])
 def test_loaders_are_built_once(tmp_path: Path, batch_size: Any) -> None:
     class Counting(Deep):
@@ -137,6 +138,7 @@ class Asking(Deep):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", ["keep", "auto"])
 def test_the_trainer_answers_as_in_training(tmp_path: Path, batch_size: Any) -> None:
     options: dict[str, Any] = {"batch_size": batch_size}
@@ -162,6 +164,7 @@ class NoneFirst(Deep):
         return DataLoader(data, batch_size=self.batch_size, collate_fn=collate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", ["keep", "auto"])
 @pytest.mark.filterwarnings("ignore:.*train_dataloader yielded None")
 def test_first_batch_of_none(tmp_path: Path, batch_size: Any) -> None:
@@ -222,6 +225,7 @@ class Restarting:
         return iter([[samples().tensors[0][i : i + BATCH]] for i in (0, BATCH)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", ["keep", BATCH])
 def test_iterators_that_restart(tmp_path: Path, batch_size: Any) -> None:
     fit: Any = lambda module: {"train_dataloaders": Restarting()}  # noqa: E731

@@ -184,6 +184,7 @@ def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
 
 
 # SWA changes the momentum of batch norm at the end, which divides the forward into graphs that are not planned.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs without rematerialization")
 @pytest.mark.parametrize("name", mostly_slow(callbacks(Path()), "swa", "learning-rate", "checkpoints"))
 def test_callbacks(tmp_path: Path, name: str) -> None:
@@ -209,6 +210,7 @@ def test_manual_optimization(tmp_path: Path, name: str) -> None:
 DEMOS: list[Any] = [BoringModel, ManualOptimBoringModel, SmallTransformer, SmallLSTM]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", mostly_slow(["none", "accumulate", "clip", "limits", "max-steps"], "none"))
 @pytest.mark.parametrize("factory", DEMOS)
 def test_demos(tmp_path: Path, factory: Any, name: str) -> None:

@@ -30,6 +30,7 @@ def save(root: Path, **options: Any) -> tuple[Path, Rematerialization]:
     return path, callback
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_with_the_stored_plan(tmp_path: Path) -> None:
     path, first = save(tmp_path)
     assert first.result is not None
@@ -47,6 +48,7 @@ def test_resumed_run_continues_with_the_stored_plan(tmp_path: Path) -> None:
     assert trainer.global_step == 3 * num_batches
 
 
+@pytest.mark.slow
 def test_state_holds_plain_values(tmp_path: Path) -> None:
     path, _ = save(tmp_path)
     states = torch.load(path, weights_only=True)["callbacks"]

@@ -30,6 +30,7 @@ def remat(**options: Any) -> Rematerialization:
     return Rematerialization("periodic", **{"memory_budget": "4MiB", "batch_size": 12, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 @pytest.mark.parametrize(
     ("factory", "options"),
@@ -77,6 +78,7 @@ def test_learning_rate_finder_runs_on_the_planned_model(tmp_path: Path) -> None:
     assert trainer.global_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_hyperparameters", [True, False])
 def test_every_logger_records_the_size(tmp_path: Path, has_hyperparameters: bool) -> None:
     loggers = [CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
@@ -89,6 +91,7 @@ def test_every_logger_records_the_size(tmp_path: Path, has_hyperparameters: bool
         assert "batch_size: 12" in (Path(logger.log_dir) / "hparams.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_attribute_of_another_name(tmp_path: Path) -> None:
     class Named(Classifier):
         def __init__(self) -> None:
@@ -117,6 +120,7 @@ class Blocks(Sampler[list[int]]):
         return 48 // self.how_many
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the training loader ignores the attribute 'batch_size'")
 def test_function_for_loaders_that_do_not_say_their_size(tmp_path: Path) -> None:
     def rebatch(loader: Any, size: int) -> Any:
@@ -131,6 +135,7 @@ def test_function_for_loaders_that_do_not_say_their_size(tmp_path: Path) -> None
     assert module.sizes == [12, 12]
 
 
+@pytest.mark.slow
 def test_gradient_scaler_is_left_as_it_was(tmp_path: Path) -> None:
     def trained(*callbacks: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -147,6 +152,7 @@ def test_gradient_scaler_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(state[k], expected[k]) for k in expected)
 
 
+@pytest.mark.slow
 def test_error_of_the_users_in_an_executed_step_leaves_everything_as_training_does(tmp_path: Path) -> None:
     class Failing(Classifier):
         def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -166,6 +172,7 @@ def test_error_of_the_users_in_an_executed_step_leaves_everything_as_training_do
     assert callback in module.trainer.callbacks
 
 
+@pytest.mark.slow
 def test_replanning_is_refused_with_manual_optimization(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="on_oom='replan' has no effect with several devices or manual optimization"):
         run(tmp_path, seeded(Stepping), remat(on_oom="replan"), max_steps=1)
@@ -187,6 +194,7 @@ class Limited(Classifier):
         super().backward(loss, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_size_that_runs_out_of_memory_when_executed_is_not_returned(tmp_path: Path) -> None:
     Limited.tried = []
     callback, module = remat(memory_budget="6MiB", batch_size="auto"), seeded(Limited)

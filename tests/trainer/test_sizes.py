@@ -28,6 +28,7 @@ class Sized(Deep):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stored", "resumed"])
 def test_keep_keeps_the_size_of_another_plan(tmp_path: Path, way: str) -> None:
     options: dict[str, Any] = {"plan_path": tmp_path / "plan.json"} if way == "stored" else {}
@@ -44,6 +45,7 @@ def test_keep_keeps_the_size_of_another_plan(tmp_path: Path, way: str) -> None:
     assert callback.result.batch_size == BATCH // 2
 
 
+@pytest.mark.slow
 def test_resumed_run_of_the_same_size_takes_the_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning_remat.trainer.planning as planning_module
 
@@ -55,6 +57,7 @@ def test_resumed_run_of_the_same_size_takes_the_stored_plan(tmp_path: Path, monk
     assert callback.result is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_no_last_batch_of_one_sample_for_batch_norm(tmp_path: Path, drop_last: bool) -> None:
     class Odd(Sized):
@@ -87,6 +90,7 @@ def test_data_of_unknown_length_need_a_limit(tmp_path: Path) -> None:
     assert module.seen == [20, 20]
 
 
+@pytest.mark.slow
 def test_search_gives_the_run_of_the_size_that_it_finds(tmp_path: Path) -> None:
     """Loaders that draw while they are built, schedules that count batches, workers: all as if set by hand."""
 
@@ -128,6 +132,7 @@ def test_search_refuses_what_cannot_begin_again(tmp_path: Path) -> None:
         run(tmp_path, seeded(Sized), remat(batch_size="auto"), fit={"train_dataloaders": iter(loader)})
 
 
+@pytest.mark.slow
 def test_reports_go_where_the_logger_writes_or_nowhere(tmp_path: Path) -> None:
     def reports(root: Path) -> list[str]:
         return sorted(str(p.relative_to(root).parent) for p in root.rglob("remat_report.json"))

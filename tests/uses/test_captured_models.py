@@ -100,6 +100,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_what_models_do_is_captured_and_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

@@ -266,6 +266,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("case", CASES)
 def test_what_users_write_is_captured_and_exact(case: type[Halves]) -> None:

@@ -268,6 +268,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_those_of_the_step(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

@@ -306,6 +306,7 @@ def test_what_cannot_be_followed_is_left_alone(case: type[Halves]) -> None:
     assert outcome_of(case) in Outcome.EXACT | Outcome.REFUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_forward_writes_is_written_once_and_read_the_next_time(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

@@ -244,6 +244,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_sees_the_present_value(case: type[Halves], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REMATERIALIZATION_TEST_SCALE", "1")
