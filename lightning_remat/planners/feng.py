@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..lowering import lower_kept
 from ..schedules.compiled import njit
+from ..schedules.edges import connected_parts
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ._candidates import Candidate, fastest_that_fits, trade_off
@@ -306,27 +307,8 @@ def _solution(problem: _Problem, term: float) -> Reforwarding:
                 p -= 1
             else:
                 p = int(begin[p])
-    segments = _segments(problem, stored)
     costs = problem.costs
+    unstored = (v for v in range(len(costs)) if v not in stored)
+    segments = tuple(frozenset(part) for part in connected_parts(unstored, problem.edges))
     largest = max((sum(costs[v] for v in segment) for segment in segments), default=0)
     return Reforwarding(tuple(sorted(stored)), segments, sum(costs[v] for v in stored) + largest)
-
-
-def _segments(problem: _Problem, stored: set[int]) -> tuple[frozenset[int], ...]:
-    """The connected parts of what is not stored."""
-    near: dict[int, list[int]] = {v: [] for v in range(len(problem.costs)) if v not in stored}
-    for a, b in problem.edges:
-        if a in near and b in near:
-            near[a].append(b)
-            near[b].append(a)
-    found: list[frozenset[int]] = []
-    while near:
-        v = next(iter(near))
-        part, stack = {v}, [v]
-        while stack:
-            for w in near.pop(stack.pop()):
-                if w not in part:
-                    part.add(w)
-                    stack.append(w)
-        found.append(frozenset(part))
-    return tuple(found)

@@ -8,38 +8,8 @@ from typing import Literal
 
 from ..schedules.gradients import GradientMemory
 from ..schedules.graph import Graph
+from ..schedules.kinds import ELEMENTWISE, consists_of
 from ..schedules.schedule import Schedule
-
-IN_PLACE_KINDS = frozenset(
-    [
-        "relu",
-        "relu_",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "sigmoid",
-        "tanh",
-        "silu",
-        "gelu",
-        "mish",
-        "softplus",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "dropout",
-        "add",
-        "add_",
-        "iadd",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "scale",
-    ]
-)
-"""Operations element by element: their result may be written over an operand, and so in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +104,7 @@ class _Replay(GradientMemory):
             self.output.setdefault(n, self.output[node.storage_of])
         else:
             # A run makes its output even where only the tape is wanted; the second copy dies at once.
-            made = self.make(n, "output", node.output_bytes, operands if self._is_elementwise(n) else ())
+            made = self.make(n, "output", node.output_bytes, operands if consists_of(node, ELEMENTWISE) else ())
             self.output.setdefault(n, made)
         if node.tape_bytes:
             made = self.make(n, "tape", node.tape_bytes)
@@ -158,7 +128,7 @@ class _Replay(GradientMemory):
         self.use(self.gradient[n])
         made = set(self.receivers(n)).difference(graph.shares_gradient(n))
         is_single = len(made) == 1  # two results would need the gradient twice
-        self.overwritable = self.gradient[n] if is_single and self._is_elementwise(n) else []
+        self.overwritable = self.gradient[n] if is_single and consists_of(node, ELEMENTWISE) else []
         self.propagate(n, is_released=True)
 
     def new_gradient(self, n: int) -> int:
@@ -172,6 +142,3 @@ class _Replay(GradientMemory):
         self.use(self.overwritable)
         held[0] = self.new_gradient(i)
         return self.alive
-
-    def _is_elementwise(self, n: int) -> bool:
-        return set(self.graph.nodes[n].kind.split("+")) <= IN_PLACE_KINDS

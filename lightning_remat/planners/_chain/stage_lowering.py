@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...chain import ChainSequence
-from ...lowering import discard_at_last_use, mark_missing
+from ...lowering import discard_at_last_use
 from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, graph_arrays
 from ...schedules.compiled import Flags, Ints, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
+from ...schedules.uses import mark_missing
 from .stages import GraphStage
 from .steps import BACK, FALL, FN, Steps, to_steps
 
@@ -37,7 +38,7 @@ def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSe
 def lower_steps(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
     """As `lower_sequence`, from arrays to actions as numbers."""
     events = _events(arrays, stages, steps.kinds, steps.stages)
-    return discard_at_last_use(arrays, _without_waste(arrays, events))
+    return discard_at_last_use(arrays, _without_waste(arrays, events), np.empty(0, np.int64))
 
 
 class StageArrays(NamedTuple):
