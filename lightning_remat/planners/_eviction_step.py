@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..schedules.arrays import graph_arrays, rows
-from ..schedules.compiled import Flags, Small
+from ..schedules.compiled import Flags, Floats, Ints, Small
 from ..schedules.gradients import gradient_levels
 from ..schedules.graph import Graph
 from ..schedules.uses import members, readers
-
-Ints = NDArray[np.int64]
 
 
 class Step(NamedTuple):
@@ -23,8 +20,8 @@ class Step(NamedTuple):
     output_bytes: Ints
     tape_bytes: Ints
     workspace_bytes: Ints
-    seconds: NDArray[np.float64]
-    backward_seconds: NDArray[np.float64]
+    seconds: Floats
+    backward_seconds: Floats
     reads_start: Small
     reads: Small
     users_start: Small

@@ -37,7 +37,7 @@ def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSe
 
 def lower_steps(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
     """As `lower_sequence`, from arrays to actions as numbers."""
-    events = _events(arrays, stages, steps.kinds, steps.stages)
+    events = _events(arrays, stages, steps)
     return discard_at_last_use(arrays, _without_waste(arrays, events), np.empty(0, np.int64))
 
 
@@ -69,9 +69,10 @@ def stage_arrays(stages: Sequence[GraphStage]) -> StageArrays:
 
 
 @njit
-def _events(arrays: GraphArrays, stages: StageArrays, kinds: Small, numbers: Small) -> Small:
+def _events(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
     """Actions as numbers, each with the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
     count = len(arrays.root)
+    kinds, numbers = steps.kinds, steps.stages
     events = np.empty((16 * count + 64, 3), np.int32)
     memory = _Memory(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
     keeps_input = np.zeros(len(stages.start) + 1, np.bool_)  # of the stage with that number, for its backward
