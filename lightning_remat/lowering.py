@@ -10,9 +10,10 @@ from collections.abc import Collection
 import numpy as np
 
 from .schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
-from .schedules.compiled import Flags, Small, njit
+from .schedules.compiled import Flags, Ints, Small, njit
 from .schedules.graph import Graph
 from .schedules.schedule import Schedule
+from .schedules.uses import mark_missing
 
 
 def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | None = None) -> Schedule:
@@ -44,60 +45,22 @@ def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
     return with_liveness(graph, encode(graph, schedule))
 
 
-def with_liveness(graph: Graph, actions: Small) -> Schedule:
-    """As `apply_liveness`, for actions as numbers."""
-    return decode(graph, discard_at_last_use(graph_arrays(graph), actions))
+def with_liveness(graph: Graph, actions: Small, ends: Ints | None = None) -> Schedule:
+    """As `apply_liveness`, for actions as numbers.
 
-
-def missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[int]) -> list[int]:
-    """The nodes to run before the backward of `n`, in order, when `outputs` and `tapes` are resident."""
-    needed: set[int] = set()
-    stack = [i for i in graph.nodes[n].saved if i not in outputs]
-    if graph.nodes[n].tape_bytes and n not in tapes:
-        stack.append(n)
-    while stack:
-        m = stack.pop()
-        if m not in needed:
-            needed.add(m)
-            stack += [i for i in graph.reads[m] if i not in outputs]
-    return sorted(needed)
+    Args:
+        graph: The operations.
+        actions: Their numbers.
+        ends: Where discards may stand: numbers of actions, ascending, the last one of all. None stands for anywhere.
+    """
+    everywhere = np.empty(0, np.int64)
+    return decode(graph, discard_at_last_use(graph_arrays(graph), actions, everywhere if ends is None else ends))
 
 
 def _flags(graph: Graph, indices: Collection[int]) -> Flags:
     flags = np.zeros(len(graph.nodes), np.bool_)
     flags[[n for n in indices if 0 <= n < len(flags)]] = True
     return flags
-
-
-@njit
-def mark_missing(arrays: GraphArrays, n: int, outputs: Flags, tapes: Flags, is_needed: Flags) -> tuple[int, int]:
-    """Marks the nodes to run before the backward of `n`; the lowest and the highest of them, the lowest above if none.
-
-    `outputs` and `tapes` are 0 where nothing is resident.
-    """
-    highest, pending = -1, 0
-    for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
-        i = arrays.saved[k]
-        if not outputs[i] and not is_needed[i]:
-            is_needed[i] = True
-            pending += 1
-            highest = max(highest, i)
-    if arrays.tape_bytes[n] > 0 and not tapes[n] and not is_needed[n]:
-        is_needed[n] = True
-        pending += 1
-        highest = n
-    # Inputs have lower indices, so one way down finds all that is to run.
-    lowest = highest + 1
-    while pending > 0:
-        lowest -= 1
-        if is_needed[lowest]:
-            pending -= 1
-            for k in range(arrays.read_start[lowest], arrays.read_start[lowest + 1]):
-                i = arrays.read[k]
-                if not outputs[i] and not is_needed[i]:
-                    is_needed[i] = True
-                    pending += 1
-    return lowest, highest
 
 
 @njit
@@ -141,8 +104,8 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
 
 
 @njit
-def discard_at_last_use(arrays: GraphArrays, codes: Small) -> Small:
-    """The actions with each discard right after the last use of what it discards."""
+def discard_at_last_use(arrays: GraphArrays, codes: Small, ends: Ints) -> Small:
+    """The actions with each discard right after the last use of what it discards, or at the first of `ends` then."""
     count = len(arrays.root)
     last_output, last_tape = np.full(count, -1), np.full(count, -1)  # position that last uses the present residency
     discards = np.empty(2 * len(codes), np.int32)
@@ -175,7 +138,10 @@ def discard_at_last_use(arrays: GraphArrays, codes: Small) -> Small:
             places[num_discards] = last[n] if last[n] >= 0 else position
             num_discards += 1
             last[n] = -1
-    order = np.argsort(places[:num_discards], kind="mergesort")
+    places = places[:num_discards]
+    if len(ends) > 0:
+        places = ends[np.searchsorted(ends, places + 1)] - 1
+    order = np.argsort(places, kind="mergesort")
     lowered = np.empty(len(codes) + num_discards, np.int32)
     at, done = 0, 0
     for position in range(len(codes)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ..schedules.edges import connected_parts, topological_order
+
 Division = Literal["edge", "series", "branches", "maximal_split"]
 
 
@@ -63,7 +65,7 @@ def divide(num_vertices: int, edges: Iterable[tuple[int, int]]) -> tuple[ClosedS
     the union of two branches is no segment of its own. Line 3 of Algorithm 4 is read with its condition negated.
     """
     unique = list(dict.fromkeys((int(a), int(b)) for a, b in edges))
-    order = _topological_order(num_vertices, unique)
+    order = topological_order(num_vertices, unique)
     source, target = _ends(num_vertices, unique)
     rank = {v: position for position, v in enumerate(order)}
     parts = [_Part(source, target, [v for v in order if v not in (source, target)], unique)]
@@ -76,29 +78,6 @@ def divide(num_vertices: int, edges: Iterable[tuple[int, int]]) -> tuple[ClosedS
         tree.append(ClosedSet(part.source, part.target, tuple(part.vertices), division, places, endpoints))
         part.edges = []
     return tuple(tree)
-
-
-def _topological_order(num_vertices: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    waiting = [0] * num_vertices
-    successors: list[list[int]] = [[] for _ in range(num_vertices)]
-    for a, b in edges:
-        for v in (a, b):
-            if not 0 <= v < num_vertices:
-                raise ValueError(
-                    f"edge ({a}, {b}) names vertex {v}, but the graph has vertices 0 to {num_vertices - 1}"
-                )
-        successors[a].append(b)
-        waiting[b] += 1
-    order = [v for v in range(num_vertices) if not waiting[v]]
-    for v in order:
-        for w in successors[v]:
-            waiting[w] -= 1
-            if not waiting[w]:
-                order.append(w)
-    if len(order) < num_vertices:
-        stuck = next(v for v in range(num_vertices) if waiting[v])
-        raise ValueError(f"the edges form a cycle at or before vertex {stuck}: a computation graph has none")
-    return order
 
 
 def _ends(num_vertices: int, edges: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -167,28 +146,17 @@ def _neighbours(part: _Part) -> dict[int, list[int]]:
 
 def _branches(part: _Part) -> list[_Part]:
     """The connected parts once source and target are taken out, and the edge between the two (Algorithm 3)."""
-    near = _neighbours(part)
-    branch = {part.source: -1, part.target: -1}
-    members: list[_Part] = []
-    for first in part.vertices:
-        if first in branch:
-            continue
-        branch[first] = len(members)
-        stack = [first]
-        while stack:
-            for w in near[stack.pop()]:
-                if w not in branch:
-                    branch[w] = len(members)
-                    stack.append(w)
-        members.append(_Part(part.source, part.target, [], []))
+    branches = connected_parts(part.vertices, part.edges)
+    members = [_Part(part.source, part.target, [], []) for _ in branches]
+    home = {v: member for branch, member in zip(branches, members, strict=True) for v in branch}
     for v in part.vertices:
-        members[branch[v]].vertices.append(v)
+        home[v].vertices.append(v)
     for a, b in part.edges:
-        place = max(branch[a], branch[b])
-        if place < 0:
+        member = home.get(a) or home.get(b)
+        if member is None:
             members.append(_Part(a, b, [], [(a, b)]))
         else:
-            members[place].edges.append((a, b))
+            member.edges.append((a, b))
     return members
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN
-from ..schedules.compiled import Small, njit
-from ._eviction_step import Ints, Step
+from ..schedules.compiled import Flags, Floats, Ints, Small, njit
+from ._eviction_step import Step
 
 
 def evict(step: Step, budget_bytes: int, most_runs: int) -> Small | None:
@@ -54,11 +53,11 @@ def evict(step: Step, budget_bytes: int, most_runs: int) -> Small | None:
 class _State(NamedTuple):
     """What changes as the step is executed; numbers live in `number`, so that functions may change them."""
 
-    output: NDArray[np.bool_]  # whether the output of a node is resident
-    tape: NDArray[np.bool_]
+    output: Flags  # whether the output of a node is resident
+    tape: Flags
     locks: Ints  # of a root's storage: operations under way that read it, and the caller
     references: Ints  # of a root: first runs and backwards to come that read it or a view of it
-    used: NDArray[np.float64]  # [n, 2] time of the last use of output and tape
+    used: Floats  # [n, 2] time of the last use of output and tape
     mark: Ints  # of a node: the search that met it last
     found: Ints  # stack of that search
     stack: Ints  # operations under way, each for the one before
@@ -66,20 +65,20 @@ class _State(NamedTuple):
     actions: Small  # as `schedules.arrays` numbers them
     number: Ints  # _ALIVE bytes, _ACTIONS, _RUNS, _SEARCH, _TAPE that is locked, _RAN: nodes before this have run,
     # _LEFT: nodes from here on are done with
-    clock: NDArray[np.float64]
+    clock: Floats
 
 
 _ALIVE, _ACTIONS, _RUNS, _SEARCH, _TAPE, _RAN, _LEFT = range(7)
 
 
 @njit
-def _record(state: Any, kind: int, node: int) -> None:
+def _record(state: _State, kind: int, node: int) -> None:
     state.actions[state.number[_ACTIONS]] = 4 * node + kind
     state.number[_ACTIONS] += 1
 
 
 @njit
-def _drop_output(step: Any, state: Any, root: int) -> None:
+def _drop_output(step: Step, state: _State, root: int) -> None:
     """The storage goes, and with it all views of it."""
     state.number[_ALIVE] -= step.output_bytes[root]
     for p in range(step.members_start[root], step.members_start[root + 1]):
@@ -89,20 +88,20 @@ def _drop_output(step: Any, state: Any, root: int) -> None:
 
 
 @njit
-def _drop_tape(step: Any, state: Any, node: int) -> None:
+def _drop_tape(step: Step, state: _State, node: int) -> None:
     state.number[_ALIVE] -= step.tape_bytes[node]
     state.tape[node] = False
     _record(state, DISCARD_TAPE, node)
 
 
 @njit
-def _drop_unreferenced(step: Any, state: Any, root: int) -> None:
+def _drop_unreferenced(step: Step, state: _State, root: int) -> None:
     if state.references[root] == 0 and state.locks[root] == 0 and state.output[root]:
         _drop_output(step, state, root)
 
 
 @njit
-def _neighborhood_seconds(step: Any, state: Any, node: int) -> float:
+def _neighborhood_seconds(step: Step, state: _State, node: int) -> float:
     """Time to run a node and its evicted neighborhood: ancestors missing, and descendants missing that have run."""
     state.number[_SEARCH] += 1
     search = state.number[_SEARCH]
@@ -128,7 +127,7 @@ def _neighborhood_seconds(step: Any, state: Any, node: int) -> float:
 
 
 @njit
-def _weight(step: Any, state: Any, v: int, is_tape: bool, busy: int) -> float:
+def _weight(step: Step, state: _State, v: int, is_tape: bool, busy: int) -> float:
     """Size times staleness of an output or tape, or 0 where there is nothing to evict."""
     if is_tape:
         is_evictable = state.tape[v] and v != state.number[_TAPE] and v != busy
@@ -140,7 +139,7 @@ def _weight(step: Any, state: Any, v: int, is_tape: bool, busy: int) -> float:
 
 
 @njit
-def _make_room(step: Any, state: Any, need_bytes: int, busy: int) -> bool:
+def _make_room(step: Step, state: _State, need_bytes: int, busy: int) -> bool:
     """Evicts until no more than `need_bytes` are alive; False where nothing is left to evict.
 
     The tape of `busy`, which is about to run, stays. A value's own seconds bound its cost from below, which spares
@@ -176,12 +175,12 @@ _INSTANT = 1e-12  # seconds, so that what was used just now has a score
 
 
 @njit
-def _bring(step: Any, state: Any, goal: int, room_bytes: int, most_runs: int, is_first: bool) -> bool:
+def _bring(step: Step, state: _State, goal: int, room_bytes: int, most_runs: int, is_first: bool) -> bool:
     """Runs `goal` once all its inputs are there, by the same rule; False where memory or runs do not suffice."""
     state.stack[0], state.place[0] = goal, 0
     depth = 1
     while depth > 0:
-        k = state.stack[depth - 1]
+        k: int = state.stack[depth - 1]
         start, stop = step.reads_start[k], step.reads_start[k + 1]
         if start + state.place[depth - 1] < stop:
             i = step.reads[start + state.place[depth - 1]]
@@ -212,7 +211,8 @@ def _bring(step: Any, state: Any, goal: int, room_bytes: int, most_runs: int, is
         elif is_first and not step.is_output[k]:
             state.locks[step.roots[k]] -= 1  # else it passes to the caller, or to the backward that asked
         for p in range(start, stop):
-            root = step.roots[step.reads[p]]
+            read: int = step.reads[p]
+            root: int = step.roots[read]
             state.locks[root] -= 1
             state.used[root, 0] = state.clock[0]
             if is_first and depth == 0:
@@ -223,7 +223,7 @@ def _bring(step: Any, state: Any, goal: int, room_bytes: int, most_runs: int, is
 
 
 @njit
-def _evict(step: Any, state: Any, budget_bytes: int, most_runs: int) -> bool:
+def _evict(step: Step, state: _State, budget_bytes: int, most_runs: int) -> bool:
     count = len(step.roots)
     for m in range(count):
         state.number[_RAN], state.number[_LEFT] = m, count
@@ -255,11 +255,13 @@ def _evict(step: Any, state: Any, budget_bytes: int, most_runs: int) -> bool:
         if step.is_output[m]:
             state.locks[step.roots[m]] -= 1
         for p in range(start, stop):
-            root = step.roots[step.saved[p]]
+            saved: int = step.saved[p]
+            root: int = step.roots[saved]
             state.locks[root] -= 1
             state.references[root] -= 1
             state.used[root, 0] = state.clock[0]
         for p in range(start, stop):
-            _drop_unreferenced(step, state, step.roots[step.saved[p]])
+            saved = step.saved[p]
+            _drop_unreferenced(step, state, step.roots[saved])
         _drop_unreferenced(step, state, step.roots[m])
     return True

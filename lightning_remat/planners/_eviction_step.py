@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..schedules.arrays import graph_arrays, rows
-from ..schedules.compiled import Flags, Small
+from ..schedules.compiled import Flags, Floats, Ints, Small
 from ..schedules.gradients import gradient_levels
 from ..schedules.graph import Graph
-
-Ints = NDArray[np.int64]
+from ..schedules.uses import members, readers
 
 
 class Step(NamedTuple):
@@ -22,8 +20,8 @@ class Step(NamedTuple):
     output_bytes: Ints
     tape_bytes: Ints
     workspace_bytes: Ints
-    seconds: NDArray[np.float64]
-    backward_seconds: NDArray[np.float64]
+    seconds: Floats
+    backward_seconds: Floats
     reads_start: Small
     reads: Small
     users_start: Small
@@ -40,16 +38,9 @@ class Step(NamedTuple):
 
 def pack_step(graph: Graph) -> Step:
     """The graph as arrays for `evict`."""
-    count = len(graph.nodes)
     arrays = graph_arrays(graph)
     fixed = graph.input_bytes + graph.static_bytes
     before, highest = gradient_levels(graph)
-    users: list[list[int]] = [[] for _ in range(count)]
-    members: list[list[int]] = [[] for _ in range(count)]
-    for n in range(count):
-        members[graph.roots[n]].append(n)
-        for i in dict.fromkeys(graph.reads[n]):
-            users[i].append(n)
     return Step(
         arrays.root,
         arrays.output_bytes,
@@ -58,9 +49,9 @@ def pack_step(graph: Graph) -> Step:
         np.array([n.forward_seconds for n in graph.nodes]),
         np.array([n.backward_seconds for n in graph.nodes]),
         *(arrays.read_start, arrays.read),
-        *rows(users),
+        *rows(readers(graph)),
         *(arrays.saved_start, arrays.saved),
-        *rows(members),
+        *rows(members(graph)),
         arrays.is_output,
         np.array(before, np.int64) + fixed,
         np.array(highest, np.int64) + fixed,

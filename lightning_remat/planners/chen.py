@@ -8,9 +8,10 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from ..lowering import lower_kept
+from ..schedules.edges import articulation_points
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.storages import articulation_points, merge_views, nodes_of
+from ..schedules.storages import StorageGraph, merge_views, nodes_of
 from ._candidates import Candidate, fastest_that_fits, trade_off
 
 
@@ -124,11 +125,16 @@ def _family(graph: Graph) -> tuple[Candidate, ...]:
     step = max(1, -(-len(swept) // _MOST_PLANS))
     schedules: dict[Schedule, None] = {}
     for m in dict.fromkeys([*swept[::step], swept[-1], *(plan.m for plan in search(storages.sizes, candidates))]):
-        kept = {v for v, count in enumerate(m) if not count}
-        last = set(range(max(kept, default=-1) + 1, len(m)))
-        schedules.setdefault(lower_kept(graph, nodes_of(storages, kept | last)))
-        schedules.setdefault(lower_kept(graph, nodes_of(storages, kept)))
+        schedules |= dict.fromkeys(mirrored(graph, storages, m))
     return trade_off(graph, schedules)
+
+
+def mirrored(graph: Graph, storages: StorageGraph, m: Sequence[int]) -> Iterator[Schedule]:
+    """The schedules of a `MirrorPlan.m`: with the last segment, whose backward follows at once, kept and not."""
+    kept = {v for v, count in enumerate(m) if not count}
+    last = set(range(max(kept, default=-1) + 1, len(m)))
+    yield lower_kept(graph, nodes_of(storages, kept | last))
+    yield lower_kept(graph, nodes_of(storages, kept))
 
 
 def _every_plan(sizes: Sequence[float], candidates: Collection[int]) -> Iterator[MirrorPlan]:

@@ -6,85 +6,12 @@ from functools import lru_cache
 
 from ..lowering import lower_kept
 from ..schedules.graph import Graph
+from ..schedules.kinds import CHEAP, consists_of
 from ..schedules.schedule import Schedule
 from ._candidates import Candidate, fastest_that_fits, trade_off
 
-CHEAP_KINDS = frozenset(
-    [
-        "batch_norm",
-        "layer_norm",
-        "group_norm",
-        "instance_norm",
-        "local_response_norm",
-        "rms_norm",
-        "normalize",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "gelu",
-        "silu",
-        "mish",
-        "sigmoid",
-        "tanh",
-        "softplus",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "prelu",
-        "softmax",
-        "log_softmax",
-        "max_pool1d",
-        "max_pool2d",
-        "max_pool3d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "avg_pool3d",
-        "adaptive_avg_pool2d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool3d",
-        "adaptive_max_pool2d",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "stochastic_depth",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "cat",
-        "stack",
-        "pad",
-        "interpolate",
-        "upsample",
-        "pixel_shuffle",
-        "scale",
-        "permute",
-        "contiguous",
-        "add_",
-        "mul_",
-        "relu_",
-        "iadd",
-        "imul",
-        "isub",
-        "flatten",
-        "reshape",
-        "view",
-        "transpose",
-        "mean",
-        "sum",
-        "identity",
-    ]
-)
-"""Operations whose time is that of reading and writing memory, not of arithmetic."""
 
-
-def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[str] = CHEAP_KINDS) -> Schedule:
+def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[str] = CHEAP) -> Schedule:
     """The fastest schedule that drops some cheap results and fits the budget.
 
     Cheap results are dropped in the order of the bytes they free for a second of recomputation, as many as the
@@ -110,7 +37,7 @@ def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[s
 @lru_cache(maxsize=8)
 def _family(graph: Graph, cheap_kinds: frozenset[str]) -> tuple[Candidate, ...]:
     everything = set(range(len(graph.nodes)))
-    cheap = [n for n, node in enumerate(graph.nodes) if not node.is_view and set(node.kind.split("+")) <= cheap_kinds]
+    cheap = [n for n, node in enumerate(graph.nodes) if not node.is_view and consists_of(node, cheap_kinds)]
     cheap.sort(key=lambda n: -_bytes_per_second(graph, n))
     step = max(1, -(-len(cheap) // 64))
     counts = [*range(0, len(cheap), step), len(cheap)]

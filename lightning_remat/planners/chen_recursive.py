@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..lowering import mark_missing, with_liveness
+from ..lowering import with_liveness
 from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays
 from ..schedules.compiled import Flags, Ints, Small, njit
+from ..schedules.edges import articulation_points
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.storages import articulation_points, merge_views
+from ..schedules.storages import merge_views
+from ..schedules.uses import mark_missing, mark_needed
 from ._candidates import Candidate, fastest_that_fits, trade_off
 
 _NUM_KEPT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -178,17 +180,13 @@ def _advance(arrays: GraphArrays, memory: _Memory, start: int, stop: int, kept: 
             _run(arrays, memory, n, codes)
         memory.sizes[1] = stop
     else:
-        # Inputs have lower indices, so one way down finds all that is to run.
-        for n in range(stop - 1, -1, -1):
-            if memory.is_needed[n] or (kept[n] and not memory.outputs[n]):
-                memory.is_needed[n] = 1
-                for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
-                    if not memory.outputs[arrays.read[k]]:
-                        memory.is_needed[arrays.read[k]] = 1
+        highest, pending = -1, 0
         for n in range(stop):
-            if memory.is_needed[n]:
-                memory.is_needed[n] = 0
-                _run(arrays, memory, n, codes)
+            if kept[n] and not memory.outputs[n]:
+                memory.is_needed[n] = 1
+                highest, pending = n, pending + 1
+        lowest = mark_needed(arrays, memory.outputs, memory.is_needed, highest, pending)
+        _run_needed(arrays, memory, lowest, highest, codes)
     _discard(memory, kept, codes)
 
 
@@ -200,12 +198,17 @@ def _train_at_once(arrays: GraphArrays, memory: _Memory, start: int, stop: int, 
         memory.sizes[1] = stop
     for n in range(stop - 1, start - 1, -1):
         lowest, highest = mark_missing(arrays, n, memory.outputs, memory.tapes, memory.is_needed)
-        for m in range(lowest, highest + 1):
-            if memory.is_needed[m]:
-                memory.is_needed[m] = 0
-                _run(arrays, memory, m, codes)
+        _run_needed(arrays, memory, lowest, highest, codes)
         codes[memory.sizes[0]] = 4 * n + BACKWARD
         memory.sizes[0] += 1
+
+
+@njit
+def _run_needed(arrays: GraphArrays, memory: _Memory, lowest: int, highest: int, codes: Small) -> None:
+    for n in range(lowest, highest + 1):
+        if memory.is_needed[n]:
+            memory.is_needed[n] = 0
+            _run(arrays, memory, n, codes)
 
 
 @njit

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..lowering import lower_kept
-from ..schedules.compiled import njit
+from ..schedules.compiled import Ints, njit
+from ..schedules.edges import connected_parts
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ._candidates import Candidate, fastest_that_fits, trade_off
 from ._division_tree import ClosedSet, divide
 
-Numbers = NDArray[Any]
+Numbers = NDArray[np.int64 | np.float64]  # whole where all costs are
 
 
 class Reforwarding(NamedTuple):
@@ -126,23 +127,38 @@ def _schedules(graph: Graph) -> Iterator[Schedule]:
             yield lower_kept(graph, stored | {vertices[v - 1] for v in last})
 
 
+class _Sets(NamedTuple):
+    """The division tree as arrays; members stand after the set that they divide.
+
+    Attributes:
+        division: Of each set: 0 edge, 1 series, 2 branches or maximal split.
+        total: Of each set: cost of its vertices.
+        own: Of each set: cost of its endpoints.
+        first: Of each set: where its members begin in `members`; the last entry ends them.
+        members: The members of all sets.
+        behind: Of each member of a series: cost of the splitting vertex behind it.
+        ends: Where it ends when the costs of members and splitting vertices are added up from the source.
+        begins: Where the next one begins then.
+    """
+
+    division: Ints
+    total: Numbers
+    own: Numbers
+    first: Ints
+    members: Ints
+    behind: Numbers
+    ends: Numbers
+    begins: Numbers
+
+
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """The division tree flattened for the kernel; members stand after the set that they divide."""
+    """The division tree, and the same as arrays."""
 
     costs: Sequence[float]
     edges: list[tuple[int, int]]
     tree: tuple[ClosedSet, ...]
-    division: NDArray[np.int64]  # of each set: 0 edge, 1 series, 2 branches or maximal split
-    total: Numbers  # of each set: cost of its vertices
-    own: Numbers  # of each set: cost of its endpoints
-    first: NDArray[np.int64]  # of each set: where its members begin in `members`; the last entry ends them
-    members: NDArray[np.int64]
-    # Of each member of a series: cost of the splitting vertex behind it; where it ends and where the next one begins
-    # when the costs of members and splitting vertices are added up from the source.
-    behind: Numbers
-    ends: Numbers
-    begins: Numbers
+    sets: _Sets
 
 
 def _problem(costs: Sequence[float], edges: Iterable[tuple[int, int]]) -> _Problem:
@@ -171,18 +187,18 @@ def _problem(costs: Sequence[float], edges: Iterable[tuple[int, int]]) -> _Probl
         total[s] = at if part.division == "series" else at + own[s]
     codes = {"edge": 0, "series": 1}
     division = np.array([codes.get(c.division, 2) for c in tree], dtype=np.int64)
-    return _Problem(costs, listed, tree, division, total, own, first, members, behind, ends, begins)
+    return _Problem(costs, listed, tree, _Sets(division, total, own, first, members, behind, ends, begins))
 
 
-def _terms(problem: _Problem) -> Numbers:
+def _terms(sets: _Sets) -> Numbers:
     """The costs that the costliest segment may have: of single sets, and of runs of members of a series."""
-    found = [np.unique(problem.total)]
-    for s in np.flatnonzero(problem.division == 1):
-        a, b = problem.first[s], problem.first[s + 1]
-        starts = np.concatenate([np.zeros(1, problem.begins.dtype), problem.begins[a : b - 1]])
-        spans = problem.ends[None, a:b] - starts[:, None]
+    found: list[NDArray[Any]] = [np.unique(sets.total)]
+    for s in np.flatnonzero(sets.division == 1):
+        a, b = sets.first[s], sets.first[s + 1]
+        starts = np.concatenate([np.zeros(1, sets.begins.dtype), sets.begins[a : b - 1]])
+        spans = sets.ends[None, a:b] - starts[:, None]
         found.append(np.unique(spans[np.triu_indices(b - a)]))
-    return np.unique(np.concatenate([np.zeros(1, problem.total.dtype), *found]))
+    return np.unique(np.concatenate([np.zeros(1, sets.total.dtype), *found]))
 
 
 def _trade_off(problem: _Problem) -> Iterator[tuple[float, float, float]]:
@@ -192,100 +208,81 @@ def _trade_off(problem: _Problem) -> Iterator[tuple[float, float, float]]:
     """
     ends = problem.costs[problem.tree[0].source], problem.costs[problem.tree[0].target]
     fixed = sum(ends) if len(problem.costs) > 1 else ends[0]
-    terms = _terms(problem)
+    terms = _terms(problem.sets)
     position = len(terms) - 1
     while position >= 0:
         term = terms[position]
-        stored, largest, _ = _least_stored(*_arrays(problem), term)
+        stored, largest, _ = _least_stored(problem.sets, term)
         yield term.item(), fixed + stored, largest
         position = int(np.searchsorted(terms, float(largest))) - 1
 
 
-def _arrays(problem: _Problem) -> tuple[Numbers, ...]:
-    p = problem
-    return p.division, p.total, p.own, p.first, p.members, p.behind, p.ends, p.begins
-
-
-def _kernel(
-    division: Numbers,
-    total: Numbers,
-    own: Numbers,
-    first: Numbers,
-    members: Numbers,
-    behind: Numbers,
-    ends: Numbers,
-    begins: Numbers,
-    term: Any,
-) -> tuple[Any, Any, Any]:
+@njit
+def _least_stored(sets: _Sets, term: float) -> tuple[float, float, Ints]:
     """Least cost stored inside the whole graph when no segment may cost more than `term`, and its largest segment.
 
     Also, for each member of an expanded series, the place of the member behind which the segment that it ends begins
     (the place before the first member: at the source), or -2 where the member is a step of its own.
     """
-    zero = total[0] * 0
-    stored = np.zeros_like(total)
-    largest = np.zeros_like(total)
-    queue = np.zeros(len(members) + 1, np.int64)
-    reach = np.zeros_like(ends)  # least stored up to and including the splitting vertex behind a member
-    widest = np.zeros_like(ends)
-    begin = np.full(len(members), -2, np.int64)
-    for s in range(len(division) - 1, -1, -1):
-        if total[s] <= term:  # never expanded (section 4.3)
-            largest[s] = total[s]
-            continue
-        a, b = first[s], first[s + 1]
-        if division[s] != 1:
-            stored[s] = own[s]
-            for p in range(a, b):
-                stored[s] += stored[members[p]]
-                largest[s] = max(largest[s], largest[members[p]])
-            continue
-        # Shortest path in the accessibility graph. Position a - 1 is the source; a segment may begin at any position
-        # from which the span is within the term, so the best start is the minimum of a sliding window.
-        head, tail = 0, 1
-        queue[0] = a - 1
-        for p in range(a, b):
-            # After p: begin behind `start`. Starts leave the window for good as p grows.
-            while head < tail:
-                q = queue[head]
-                span = ends[p] - (zero if q < a else begins[q])
-                if span <= term:
-                    break
-                head += 1
-            before = zero if p == a else reach[p - 1]
-            before_widest = zero if p == a else widest[p - 1]
-            value = before + stored[members[p]]
-            wide = max(before_widest, largest[members[p]])
-            if head < tail:
-                q = queue[head]
-                start = zero if q < a else reach[q]
-                start_widest = zero if q < a else widest[q]
-                span = ends[p] - (zero if q < a else begins[q])
-                span = max(span, start_widest)
-                if start < value or (start == value and span < wide):
-                    value, wide = start, span
-                    begin[p] = q
-            reach[p] = value + behind[p]
-            widest[p] = wide
-            while head < tail:
-                q = queue[tail - 1]
-                if (zero if q < a else reach[q]) < reach[p]:
-                    break
-                tail -= 1
-            queue[tail] = p
-            tail += 1
-        stored[s] = reach[b - 1]
-        largest[s] = widest[b - 1]
+    stored = np.zeros_like(sets.total)
+    largest = np.zeros_like(sets.total)
+    begin = np.full(len(sets.members), -2, np.int64)
+    for s in range(len(sets.division) - 1, -1, -1):
+        if sets.total[s] <= term:  # never expanded (section 4.3)
+            largest[s] = sets.total[s]
+        elif sets.division[s] == 1:
+            stored[s], largest[s] = _cut_series(sets, s, term, stored, largest, begin)
+        else:
+            stored[s] = sets.own[s]
+            for p in range(sets.first[s], sets.first[s + 1]):
+                stored[s] += stored[sets.members[p]]
+                largest[s] = max(largest[s], largest[sets.members[p]])
     return stored[0], largest[0], begin
 
 
-_least_stored = cast(Callable[..., tuple[Any, Any, Any]], njit(_kernel))
+@njit
+def _cut_series(
+    sets: _Sets, s: int, term: float, stored: Numbers, largest: Numbers, begin: Ints
+) -> tuple[float, float]:
+    """Cost stored inside a series and its largest segment, by a shortest path in the accessibility graph.
+
+    A segment may begin at any position from which the span is within the term, so that the best start is the minimum
+    of a sliding window. Position 0 is the source, position p + 1 lies behind member p.
+    """
+    first: int = sets.first[s]
+    size: int = sets.first[s + 1] - first
+    reach = np.zeros(size + 1, sets.total.dtype)  # least stored up to and including the splitting vertex there
+    widest = np.zeros(size + 1, sets.total.dtype)
+    begins = np.zeros(size + 1, sets.total.dtype)
+    begins[1:] = sets.begins[first : first + size]
+    queue = np.zeros(size + 1, np.int64)
+    head, tail = 0, 1
+    for p in range(size):
+        # Starts leave the window for good as p grows.
+        end = sets.ends[first + p]
+        while head < tail and end - begins[queue[head]] > term:
+            head += 1
+        member = sets.members[first + p]
+        value, wide = reach[p] + stored[member], max(widest[p], largest[member])
+        if head < tail:
+            start = queue[head]
+            span = max(end - begins[start], widest[start])
+            if reach[start] < value or (reach[start] == value and span < wide):
+                value, wide = reach[start], span
+                begin[first + p] = first + start - 1
+        reach[p + 1] = value + sets.behind[first + p]
+        widest[p + 1] = wide
+        while head < tail and reach[queue[tail - 1]] >= reach[p + 1]:
+            tail -= 1
+        queue[tail] = p + 1
+        tail += 1
+    return reach[size], widest[size]
 
 
 def _solution(problem: _Problem, term: float) -> Reforwarding:
     """The stored set of least cost for one max term, its segments, and its cost by equation (1)."""
-    _, _, begin = _least_stored(*_arrays(problem), term)
-    tree, first, total = problem.tree, problem.first, problem.total
+    _, _, begin = _least_stored(problem.sets, term)
+    tree, first, total = problem.tree, problem.sets.first, problem.sets.total
     stored = {tree[0].source, tree[0].target}
     expanded = [0]
     while expanded:
@@ -306,27 +303,8 @@ def _solution(problem: _Problem, term: float) -> Reforwarding:
                 p -= 1
             else:
                 p = int(begin[p])
-    segments = _segments(problem, stored)
     costs = problem.costs
+    unstored = (v for v in range(len(costs)) if v not in stored)
+    segments = tuple(frozenset(part) for part in connected_parts(unstored, problem.edges))
     largest = max((sum(costs[v] for v in segment) for segment in segments), default=0)
     return Reforwarding(tuple(sorted(stored)), segments, sum(costs[v] for v in stored) + largest)
-
-
-def _segments(problem: _Problem, stored: set[int]) -> tuple[frozenset[int], ...]:
-    """The connected parts of what is not stored."""
-    near: dict[int, list[int]] = {v: [] for v in range(len(problem.costs)) if v not in stored}
-    for a, b in problem.edges:
-        if a in near and b in near:
-            near[a].append(b)
-            near[b].append(a)
-    found: list[frozenset[int]] = []
-    while near:
-        v = next(iter(near))
-        part, stack = {v}, [v]
-        while stack:
-            for w in near.pop(stack.pop()):
-                if w not in part:
-                    part.add(w)
-                    stack.append(w)
-        found.append(frozenset(part))
-    return tuple(found)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..lowering import lower_kept
-from ..planners.chen import search
+from ..planners.chen import mirrored, search
+from ..schedules.edges import articulation_points
 from ..schedules.graph import Graph
+from ..schedules.kinds import consists_of
 from ..schedules.schedule import Schedule
-from ..schedules.storages import articulation_points, merge_views, nodes_of
+from ..schedules.storages import merge_views
 from .lifetimes import Value, lifetimes
 
 Strategy = Literal["none", "inplace", "sharing", "drop_bn_relu", "sublinear"]
@@ -79,7 +81,7 @@ def allocate(graph: Graph, strategy: Strategy = "sharing", *, schedule: Schedule
 
 
 def _without_bn_relu(graph: Graph) -> Schedule:
-    kept = {n for n, node in enumerate(graph.nodes) if not set(node.kind.split("+")) <= DROPPED_KINDS}
+    kept = {n for n, node in enumerate(graph.nodes) if not consists_of(node, DROPPED_KINDS)}
     return lower_kept(graph, kept)
 
 
@@ -88,10 +90,7 @@ def _sublinear(graph: Graph) -> Iterator[Schedule]:
     storages = merge_views(graph)
     candidates = articulation_points(len(storages.owners), storages.edges)
     for m in dict.fromkeys(plan.m for plan in search(storages.sizes, candidates)):
-        kept = {v for v, count in enumerate(m) if not count}
-        last = set(range(max(kept, default=-1) + 1, len(m)))
-        yield lower_kept(graph, nodes_of(storages, kept | last))
-        yield lower_kept(graph, nodes_of(storages, kept))
+        yield from mirrored(graph, storages, m)
 
 
 def _assign(graph: Graph, strategy: Strategy, schedule: Schedule) -> Allocation:

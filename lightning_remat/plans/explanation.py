@@ -11,6 +11,7 @@ from ..schedules.floor import Floor, find_floor
 from ..schedules.graph import Graph
 from ..schedules.simulator import simulate
 from ..schedules.time_bound import least_recompute_seconds
+from ..schedules.uses import saved_roots
 from .plan import Plan
 
 
@@ -120,7 +121,7 @@ def _decisions(plan: Plan) -> list[str]:
     seconds: dict[str, float] = {}
     again: dict[str, list[int]] = {}
     kept: Counter[str] = Counter()
-    needed = {graph.roots[i] for node in graph.nodes for i in node.saved}
+    needed = saved_roots(graph)
     for n, node in enumerate(graph.nodes):
         if runs[n] > 1:
             again.setdefault(node.kind, []).append(n)

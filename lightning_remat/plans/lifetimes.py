@@ -6,39 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..schedules.gradients import GradientMemory
 from ..schedules.graph import Graph
+from ..schedules.kinds import ELEMENTWISE, consists_of
 from ..schedules.schedule import Schedule
-
-IN_PLACE_KINDS = frozenset(
-    [
-        "relu",
-        "relu_",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "sigmoid",
-        "tanh",
-        "silu",
-        "gelu",
-        "mish",
-        "softplus",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "dropout",
-        "add",
-        "add_",
-        "iadd",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "scale",
-    ]
-)
-"""Operations element by element: their result may be written over an operand, and so in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +73,23 @@ class _Draft:
     uses: list[int] = field(default_factory=list[int])
 
 
-class _Replay:
+class _Replay(GradientMemory):
+    """Numbers values as storages are numbered, and notes when each is made and used; bytes alive are not asked for."""
+
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        super().__init__(graph)
         self.tick = -1
         self.drafts: list[_Draft] = []
         self.output: dict[int, int] = {}  # node -> the value that its resident output lives in
         self.tape: dict[int, int] = {}
         self.held: dict[int, int] = {}  # what the caller holds until the backward
         self.has_run: set[int] = set()
-        self.gradient: dict[int, list[int]] = {}
         self.is_backward = False
+        self.overwritable: list[int] = []  # by the gradients that are made next
 
     def make(self, n: int, kind: Literal["output", "tape", "gradient"], size: int, over: Iterable[int] = ()) -> int:
         self.drafts.append(_Draft(n, kind, size, self.tick, tuple(dict.fromkeys(over))))
-        return len(self.drafts) - 1
+        return self.allocate(size)
 
     def use(self, values: Iterable[int]) -> None:
         for v in values:
@@ -131,7 +104,7 @@ class _Replay:
             self.output.setdefault(n, self.output[node.storage_of])
         else:
             # A run makes its output even where only the tape is wanted; the second copy dies at once.
-            made = self.make(n, "output", node.output_bytes, operands if self._is_elementwise(n) else ())
+            made = self.make(n, "output", node.output_bytes, operands if consists_of(node, ELEMENTWISE) else ())
             self.output.setdefault(n, made)
         if node.tape_bytes:
             made = self.make(n, "tape", node.tape_bytes)
@@ -145,40 +118,27 @@ class _Replay:
         self.tick += 1
         if not self.is_backward:
             self.is_backward = True
-            for i in graph.ends():
-                self.gradient[i] = [self.make(i, "gradient", graph.gradient_bytes(i))]
+            self.begin_backward()
             self.tick += 1
         self.use([self.output[i] for i in node.saved])
         if node.tape_bytes:
             self.use([self.tape[n]])
         if n in self.held:
             self.use([self.held.pop(n)])
-        arrived = self.gradient.pop(n, [])
-        if not arrived:
-            return
-        self.use(arrived)
-        passed_on = graph.shares_gradient(n)
-        receivers = [i for i in dict.fromkeys(node.inputs) if graph.nodes[i].gradient_bytes != 0]
-        is_single = sum(i not in passed_on for i in receivers) == 1  # two results would need the gradient twice
-        over = arrived if is_single and self._is_elementwise(n) else []
-        made: list[tuple[int, int]] = []
-        for i in receivers:
-            if i in passed_on:
-                made.append((i, arrived[0]))
-            else:
-                made.append((i, self.make(i, "gradient", graph.gradient_bytes(i), over)))
-        for i, value in made:
-            self._add(i, value)
+        self.use(self.gradient[n])
+        made = set(self.receivers(n)).difference(graph.shares_gradient(n))
+        is_single = len(made) == 1  # two results would need the gradient twice
+        self.overwritable = self.gradient[n] if is_single and consists_of(node, ELEMENTWISE) else []
+        self.propagate(n, is_released=True)
 
-    def _add(self, i: int, value: int) -> None:
+    def new_gradient(self, n: int) -> int:
+        return self.make(n, "gradient", self.graph.gradient_bytes(n), self.overwritable)
+
+    def add(self, i: int, storage: int) -> int:
         """A second contribution is added to the first one, an operation of its own."""
-        present = self.gradient.setdefault(i, [])
-        if not present or self.graph.nodes[i].num_outputs > 1:
-            present.append(value)
-            return
+        held = self.gradient[i]
         self.tick += 1
-        self.use([present[0], value])
-        present[0] = self.make(i, "gradient", self.graph.gradient_bytes(i), [present[0], value])
-
-    def _is_elementwise(self, n: int) -> bool:
-        return set(self.graph.nodes[n].kind.split("+")) <= IN_PLACE_KINDS
+        self.overwritable = [held[0], storage]
+        self.use(self.overwritable)
+        held[0] = self.new_gradient(i)
+        return self.alive

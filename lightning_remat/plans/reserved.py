@@ -139,6 +139,8 @@ class _Allocations(Replay):
         return super().discard_tape(position, n)
 
     def propagate(self, n: int, *, is_released: bool) -> int:
+        if not self.gradient[n]:
+            return self.alive
         node = self.graph.nodes[n]
         self.gradients.append(self.memory.allocate(node.parameter_bytes))
         self.staying.append(self.memory.allocate(node.input_gradient_bytes))

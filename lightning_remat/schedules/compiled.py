@@ -8,12 +8,13 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
-# Arrays of int64, int32, uint8 and float64; numpy's stubs have no type for one element of an array.
-Ints: TypeAlias = Any
-Small: TypeAlias = Any
-Flags: TypeAlias = Any
-Floats: TypeAlias = Any
+Ints: TypeAlias = NDArray[np.int64]
+Small: TypeAlias = NDArray[np.int32]
+Flags: TypeAlias = NDArray[np.uint8 | np.bool_]
+Floats: TypeAlias = NDArray[np.float64]
 
 logger = logging.getLogger("lightning_remat")
 

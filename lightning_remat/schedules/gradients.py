@@ -20,80 +20,109 @@ def gradient_levels(graph: Graph, *, is_released: bool = True) -> tuple[list[int
         Two lists over nodes: the level when the backward of the node starts (0 before the first, since the loss
         makes its gradients with that), and the highest level on the way, parameters and workspace included.
     """
-    levels = _Levels(graph, is_released)
+    memory = GradientMemory(graph)
     count = len(graph.nodes)
     before, highest = [0] * count, [0] * count
     for n in reversed(range(count)):
-        before[n] = levels.alive
+        before[n] = memory.alive
         if n == count - 1:
-            levels.begin()
-        highest[n] = levels.backward(n)
+            memory.begin_backward()
+        highest[n] = memory.propagate(n, is_released=is_released and n not in graph.outputs)  # those the caller holds
     return before, highest
 
 
-class _Levels:
-    """Storages of gradients, shared where an operation passes its gradient on."""
+class GradientMemory:
+    """The rules of gradients: which are made, passed on, added up and let go of.
 
-    def __init__(self, graph: Graph, is_released: bool) -> None:
-        self.graph, self.is_released = graph, is_released
+    A *storage* is a number; gradients that an operation passes on share one.
+
+    Args:
+        graph: The operations.
+        is_fresh: Whether gradients of parameters appear with their backward, to stay; else they are there already,
+            and what a backward adds to them is transient.
+
+    Attributes:
+        alive: Bytes of what is counted.
+        sizes: Bytes of each storage.
+        holders: How many live in each storage.
+        gradient: For each node the storages of the gradient of its output.
+    """
+
+    def __init__(self, graph: Graph, *, is_fresh: bool = True) -> None:
+        self.graph, self.is_fresh = graph, is_fresh
         self.alive = 0
-        self.storages: list[list[int]] = []  # bytes, holders
-        self.gradients: list[list[int]] = [[] for _ in graph.nodes]
+        self.sizes: list[int] = []
+        self.holders: list[int] = []
+        self.gradient: list[list[int]] = [[] for _ in graph.nodes]
 
-    def begin(self) -> None:
+    def allocate(self, size: int) -> int:
+        """A new storage with one holder."""
+        self.alive += size
+        self.sizes.append(size)
+        self.holders.append(1)
+        return len(self.sizes) - 1
+
+    def release(self, storage: int) -> None:
+        """One holder goes."""
+        self.holders[storage] -= 1
+        if not self.holders[storage]:
+            self.alive -= self.sizes[storage]
+
+    def new_gradient(self, n: int) -> int:
+        """The storage of a new gradient of the output of node n."""
+        return self.allocate(self.graph.gradient_bytes(n))
+
+    def begin_backward(self) -> int:
+        """The loss makes the gradients of all that leaves the graph; what is alive then."""
         for n in self.graph.ends():
-            self.gradients[n].append(self._allocate(self.graph.gradient_bytes(n)))
+            self.gradient[n].append(self.new_gradient(n))
+        return self.alive
 
-    def backward(self, n: int) -> int:
-        graph, node = self.graph, self.graph.nodes[n]
-        if not self.gradients[n]:
+    def receivers(self, n: int) -> list[int]:
+        """The inputs that the backward of node n makes gradients of."""
+        inputs = dict.fromkeys(self.graph.nodes[n].inputs)
+        return [i for i in inputs if self.graph.nodes[i].gradient_bytes != 0]
+
+    def propagate(self, n: int, *, is_released: bool) -> int:
+        """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
+        if not self.gradient[n]:
             return self.alive
+        graph, node = self.graph, self.graph.nodes[n]
         passed_on = graph.shares_gradient(n)
-        excess = node.backward_excess_bytes(
-            is_released=self.is_released and n not in graph.outputs,  # those the caller holds
-            is_shared=any(self.storages[s][1] > 1 for s in self.gradients[n]),
-        )
+        is_shared = any(self.holders[s] > 1 for s in self.gradient[n])
+        excess = node.backward_excess_bytes(is_released=is_released, is_shared=is_shared)
         contributions: list[tuple[int, int]] = []
-        for i in dict.fromkeys(node.inputs):
-            if graph.nodes[i].gradient_bytes == 0:
-                continue
+        for i in self.receivers(n):
             if i in passed_on:
-                storage = self.gradients[n][0]
-                self.storages[storage][1] += 1
+                storage = self.gradient[n][0]
+                self.holders[storage] += 1
             else:
-                storage = self._allocate(graph.gradient_bytes(i))
+                storage = self.new_gradient(i)
             contributions.append((i, storage))
-        self.alive += node.input_gradient_bytes + node.parameter_bytes
-        most = self.alive + node.backward_workspace_bytes + excess
-        for storage in self.gradients[n]:
-            self._release(storage)
-        self.gradients[n] = []
+        self.alive += node.input_gradient_bytes
+        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes + excess
+        if self.is_fresh:
+            self.alive += node.parameter_bytes
+        for storage in self.gradient[n]:
+            self.release(storage)
+        self.gradient[n] = []
         for i, storage in contributions:
-            most = max(most, self._accumulate(i, storage))
+            if self.gradient[i] and graph.nodes[i].num_outputs == 1:
+                most = max(most, self.add(i, storage))
+            else:
+                self.gradient[i].append(storage)
+                most = max(most, self.alive)
         return most
 
-    def _accumulate(self, i: int, storage: int) -> int:
-        held = self.gradients[i]
-        if not held or self.graph.nodes[i].num_outputs > 1:
-            held.append(storage)
+    def add(self, i: int, storage: int) -> int:
+        """Adds a contribution to the gradient of node i as autograd does; the most alive meanwhile."""
+        held = self.gradient[i]
+        if self.holders[held[0]] == 1 and self.sizes[held[0]] == self.graph.gradient_bytes(i):
+            self.release(storage)  # added in place
             return self.alive
-        size = self.graph.gradient_bytes(i)
-        if self.storages[held[0]] == [size, 1]:
-            self._release(storage)
-            return self.alive
-        total = self._allocate(size)
+        total = self.new_gradient(i)
         most = self.alive
-        self._release(held[0])
-        self._release(storage)
+        self.release(held[0])
+        self.release(storage)
         held[0] = total
         return most
-
-    def _allocate(self, size: int) -> int:
-        self.alive += size
-        self.storages.append([size, 1])
-        return len(self.storages) - 1
-
-    def _release(self, storage: int) -> None:
-        self.storages[storage][1] -= 1
-        if not self.storages[storage][1]:
-            self.alive -= self.storages[storage][0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import ScheduleError
+from .gradients import GradientMemory
 from .graph import Graph
 from .schedule import ActionKind, Schedule, mark
 
@@ -91,24 +92,21 @@ def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fre
     return replay.alive
 
 
-class Replay:
-    """Memory state between two actions. A *storage* is a number; views and passed-on gradients share one."""
+class Replay(GradientMemory):
+    """Memory state between two actions: the storages of outputs, which views share, beside those of gradients."""
 
     def __init__(self, graph: Graph, schedule: Schedule, gradients: Gradients, holds_outputs: bool = True) -> None:
-        self.graph, self.schedule, self.holds_outputs = graph, schedule, holds_outputs
+        super().__init__(graph, is_fresh=gradients == "fresh")
+        self.schedule, self.holds_outputs = schedule, holds_outputs
         count = len(graph.nodes)
-        self.fresh = gradients == "fresh"
         self.alive = graph.input_bytes + graph.static_bytes
-        if not self.fresh:
+        if not self.is_fresh:
             self.alive += sum(n.parameter_bytes for n in graph.nodes)
-        self.sizes: list[int] = []  # bytes of each storage
-        self.holders: list[int] = []  # how many outputs or gradients live in each storage
         self.output: list[int | None] = [None] * count  # storage of the resident output
         self.tape = [False] * count
         self.has_run = [False] * count
         self.is_done = [False] * count
         self.pending_users = [len(u) for u in graph.users]
-        self.gradient: list[list[int]] = [[] for _ in range(count)]  # storages of the output's gradient
         self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
         self.is_backward = False
         self.seconds: list[float] = []  # summed once, exactly: the order of actions must not show
@@ -131,17 +129,6 @@ class Replay:
                 name = f" ({self.graph.nodes[node].name})"
         marked = mark(self.schedule.actions, position)
         return ScheduleError(f"{marked}\naction {position}{name}: {reason}", position=position)
-
-    def allocate(self, size: int) -> int:
-        self.alive += size
-        self.sizes.append(size)
-        self.holders.append(1)
-        return len(self.sizes) - 1
-
-    def release(self, storage: int) -> None:
-        self.holders[storage] -= 1
-        if not self.holders[storage]:
-            self.alive -= self.sizes[storage]
 
     def _name(self, node: int) -> str:
         return f"node {node} ({self.graph.nodes[node].name})"
@@ -215,7 +202,7 @@ class Replay:
         if node.tape_bytes and not self.tape[n]:
             raise self.error(position, "its backward reads its tape, which is not resident")
         at_loss = 0 if self.is_backward else self.begin_backward()
-        most = self.propagate(n, is_released=self._is_released(position, n)) if self.gradient[n] else self.alive
+        most = self.propagate(n, is_released=self._is_released(position, n))
         if not self.holds_outputs:  # else more is alive from here on than at the loss
             most = max(most, at_loss)
         self.is_done[n] = True
@@ -229,9 +216,7 @@ class Replay:
     def begin_backward(self) -> int:
         """The loss makes the gradients of all that leaves the graph; what is alive then."""
         self.is_backward = True
-        for n in self.graph.ends():
-            self.gradient[n].append(self.allocate(self.graph.gradient_bytes(n)))
-        most = self.alive
+        most = super().begin_backward()
         if not self.holds_outputs:
             for storage in self.held_output.values():
                 self.release(storage)
@@ -246,55 +231,11 @@ class Replay:
         staying = {("D", n)} if n in node.saved else set[tuple[str, int]]()
         if node.tape_bytes:
             staying.add(("T", n))
-        for action in self.schedule.actions[position + 1 :]:
-            if action.kind in "FB":
-                break
-            staying.discard(action)
+        actions = self.schedule.actions
+        while staying and position + 1 < len(actions) and actions[position + 1].kind in "DT":
+            position += 1
+            staying.discard(actions[position])
         return not staying
-
-    def propagate(self, n: int, *, is_released: bool) -> int:
-        """Gradients of inputs and parameters appear, that of the output goes; the most alive on the way."""
-        graph, node = self.graph, self.graph.nodes[n]
-        shared = graph.shares_gradient(n)
-        is_shared = any(self.holders[s] > 1 for s in self.gradient[n])
-        excess = node.backward_excess_bytes(is_released=is_released, is_shared=is_shared)
-        contributions: list[tuple[int, int]] = []
-        for i in dict.fromkeys(node.inputs):
-            if graph.nodes[i].gradient_bytes == 0:
-                continue
-            if i in shared:
-                storage = self.gradient[n][0]
-                self.holders[storage] += 1
-            else:
-                storage = self.allocate(graph.gradient_bytes(i))
-            contributions.append((i, storage))
-        self.alive += node.input_gradient_bytes
-        most = self.alive + node.parameter_bytes + node.backward_workspace_bytes + excess
-        if self.fresh:
-            self.alive += node.parameter_bytes
-        for storage in self.gradient[n]:
-            self.release(storage)
-        self.gradient[n] = []
-        for i, storage in contributions:
-            most = max(most, self._accumulate(i, storage))
-        return most
-
-    def _accumulate(self, i: int, storage: int) -> int:
-        """Adds a contribution to the gradient of node i as autograd does; the most alive meanwhile."""
-        held = self.gradient[i]
-        if not held or self.graph.nodes[i].num_outputs > 1:
-            held.append(storage)
-            return self.alive
-        size = self.graph.gradient_bytes(i)
-        if self.holders[held[0]] == 1 and self.sizes[held[0]] == size:
-            self.release(storage)  # added in place
-            return self.alive
-        total = self.allocate(size)
-        most = self.alive
-        self.release(held[0])
-        self.release(storage)
-        held[0] = total
-        return most
 
     def finish(self) -> None:
         """Raises ScheduleError where the end of the schedule leaves something undone or resident."""

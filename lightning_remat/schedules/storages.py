@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .graph import Graph
@@ -46,46 +46,6 @@ def merge_views(graph: Graph) -> StorageGraph:
             edges.update(((a, place[n]), None) for a in sorted(reads))
         behind.append(reads if node.is_view else {place[n]})
     return StorageGraph(owners, place, tuple(sizes), tuple(seconds), tuple(edges))
-
-
-def articulation_points(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
-    """The nodes whose removal disconnects their part of the graph, directions ignored.
-
-    >>> articulation_points(5, [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4)])
-    {1}
-    """
-    near: list[list[int]] = [[] for _ in range(count)]
-    for a, b in edges:
-        near[a].append(b)
-        near[b].append(a)
-    depth = [-1] * count
-    low = [0] * count  # the least depth that the subtree of a node reaches around it
-    found: set[int] = set()
-    for root in range(count):
-        if depth[root] >= 0:
-            continue
-        depth[root] = 0
-        num_root_branches = 0
-        stack: list[tuple[int, int, Iterator[int]]] = [(root, -1, iter(near[root]))]
-        while stack:
-            v, parent, rest = stack[-1]
-            w = next(rest, None)
-            if w is None:
-                stack.pop()
-                if parent >= 0:
-                    low[parent] = min(low[parent], low[v])
-                    if parent == root:
-                        num_root_branches += 1
-                    elif low[v] >= depth[parent]:
-                        found.add(parent)
-            elif depth[w] < 0:
-                depth[w] = low[w] = depth[v] + 1
-                stack.append((w, v, iter(near[w])))
-            elif w != parent:
-                low[v] = min(low[v], depth[w])
-        if num_root_branches > 1:
-            found.add(root)
-    return found
 
 
 def nodes_of(storages: StorageGraph, chosen: Iterable[int]) -> set[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from lightning_remat import Graph, Schedule
-from lightning_remat.lowering import missing
 from lightning_remat.schedules.schedule import Action
 
 
@@ -24,7 +23,7 @@ def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | 
         actions.append(Action("T", n))
         resident_tapes.discard(n)
     for n in reversed(range(len(graph.nodes))):
-        for m in missing(graph, n, resident_outputs, resident_tapes):
+        for m in _missing(graph, n, resident_outputs, resident_tapes):
             actions.append(Action("F", m))
             resident_outputs.add(m)
             if graph.nodes[m].tape_bytes:
@@ -33,6 +32,16 @@ def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | 
     actions += [Action("D", n) for n in sorted(resident_outputs)]
     actions += [Action("T", n) for n in sorted(resident_tapes)]
     return apply_liveness(graph, Schedule(tuple(actions)))
+
+
+def _missing(graph: Graph, n: int, outputs: Collection[int], tapes: Collection[int]) -> list[int]:
+    """The nodes to run before the backward of `n`, in order, when `outputs` and `tapes` are resident."""
+    needed = {i for i in graph.nodes[n].saved if i not in outputs}
+    if graph.nodes[n].tape_bytes and n not in tapes:
+        needed.add(n)
+    while more := {i for m in needed for i in graph.reads[m] if i not in outputs} - needed:
+        needed |= more
+    return sorted(needed)
 
 
 def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:

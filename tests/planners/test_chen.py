@@ -8,7 +8,7 @@ from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import InfeasibleBudgetError, simulate
 from lightning_remat.planners.chen import _every_plan, plan_chen, search, solve
-from lightning_remat.schedules.storages import articulation_points
+from lightning_remat.schedules.edges import articulation_points
 
 sizes_and_candidates = st.lists(st.integers(0, 9), min_size=1, max_size=12).flatmap(
     lambda sizes: st.tuples(st.just(sizes), st.sets(st.integers(0, len(sizes) - 1)))

@@ -85,7 +85,7 @@ def test_single_branches_are_segments_of_their_own():
         ([1, 1, 1], [(0, 2), (1, 2)], "exactly one"),
         ([1, -1], [(0, 1)], "not negative"),
         ([1, math.nan], [(0, 1)], "not negative"),
-        ([1, 1], [(0, 2)], "names vertex 2"),
+        ([1, 1], [(0, 2)], r"edge \(0, 2\) names a node that does not exist"),
     ],
 )
 def test_mistakes_are_named(costs, edges, words):

@@ -134,7 +134,7 @@ def test_empty_graph_has_the_empty_sequence():
         (((1,), (1, 2), ()), "1 times but 2 memories"),
         (((1, -1), (1, 1), ()), r"times\[1\] is -1"),
         (((1, 1), (1, 1), ((0, 2),)), r"edge \(0, 2\)"),
-        (((1, 1), (1, 1), ((0, 1), (1, 0))), "cycle through 2 of 2"),
+        (((1, 1), (1, 1), ((0, 1), (1, 0))), "cycle: 0 → 1 → 0"),
     ],
 )
 def test_wrong_problems_are_refused(arguments, message):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schedules.compiled import Floats, Ints, Small, njit
+from ...schedules.compiled import Flags, Floats, Ints, Small, njit
 from .intervals import END, HELD, START, VALUE, list_gaps, with_twins
 from .moves import LEAST_SECONDS, Memory, recall
 from .window_simulator import Problem, Work
@@ -32,7 +32,7 @@ def propose(
     highest = int(work.most.argmax())
     room = limit - work.most[highest]
     first = rows[:, START] + 2 - np.maximum(rows[:, HELD], 1)  # step whose memory the gap changes
-    is_over: Small = (first <= highest) & (rows[:, END] > highest) & (sizes > 0)
+    is_over: Flags = (first <= highest) & (rows[:, END] > highest) & (sizes > 0)
     for k in range(len(rows)):
         if rows[k, HELD]:
             seconds[k] = recall(guesses, rows[k], seconds[k])

@@ -46,7 +46,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
             first, last, needs = problem.saved_start[n], problem.saved_start[n + 1], problem.saved
             used[count + n] = step
         for k in range(first, last):
-            v = nodes[needs[k], ROOT]
+            v: int = nodes[needs[k], ROOT]
             if nodes[v, PINNED]:
                 continue
             other = used[v] if used[v] >= 0 else made[v]

@@ -132,7 +132,7 @@ def choose_drops(
     worth = np.empty(len(rows))
     for k in range(len(rows)):
         worth[k] = gains[k] / max(recall(memory, rows[k], guesses[k]), LEAST_SECONDS)
-    order: Small = np.argsort(-worth, kind="mergesort")[:MAX_DROPS_TRIED]
+    order = np.argsort(-worth, kind="mergesort")[:MAX_DROPS_TRIED]
     values, lowered = np.zeros(len(order)), np.zeros(len(order))
     best, replayed = 0.0, 0
     for at in range(0, len(order), BATCH):
@@ -156,9 +156,9 @@ def choose_drops(
 
 
 @njit
-def _almost_best(values: Floats, least: float, most: int) -> Small:
+def _almost_best(values: Floats, least: float, most: int) -> Ints:
     """Places of the best value above `least` and of others almost as good, at most so many, the best first."""
-    ranked: Small = np.argsort(-values, kind="mergesort")[:most]
+    ranked = np.argsort(-values, kind="mergesort")[:most]
     size = 0
     while size < len(ranked) and values[ranked[size]] > least and values[ranked[size]] >= ALMOST * values[ranked[0]]:
         size += 1

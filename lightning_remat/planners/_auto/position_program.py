@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schedules.compiled import Floats, Ints, Small, njit
 from ...schedules.graph import Graph
+from ...schedules.uses import last_reads, needed_runs, saved_roots
 from .window_simulator import BEFORE, HIGHEST, NONE, Problem
-from .windows import last_reads, windows_between
+from .windows import windows_between
 
 NUM_SLOTS = 300
 NUM_CHOICES = 8
@@ -57,10 +59,7 @@ def cut(graph: Graph, problem: Problem, max_blocks: int) -> Blocks:
     count = len(graph.nodes)
     roots, nodes = graph.roots, graph.nodes
     last_read = last_reads(graph)
-    is_saved = [False] * count
-    for node in nodes:
-        for i in node.saved:
-            is_saved[roots[i]] = True
+    saved = saved_roots(graph)
     ends: list[list[int]] = [[] for _ in range(count + 1)]
     for v in range(count):
         if roots[v] == v:
@@ -70,14 +69,15 @@ def cut(graph: Graph, problem: Problem, max_blocks: int) -> Blocks:
         width += nodes[n].output_bytes
         width -= sum(nodes[v].output_bytes for v in ends[n])
         widths.append(width)
-    position = _positions(graph, widths, is_saved, max_blocks)
+    position = _positions(graph, widths, saved, max_blocks)
     num_blocks = len(position) - 1
     crossers = [[v for v in range(p + 1) if roots[v] == v and last_read[v] > p] for p in position]
     crossing = np.zeros((num_blocks + 1, num_blocks + 1), np.int64)
     for k, values in enumerate(crossers):
         for i in range(k):
             crossing[i, k] = sum(nodes[v].output_bytes for v in values if v > position[i])
-    seconds, forward, backward, level = (np.zeros(num_blocks, t) for t in (np.float64, *[np.int64] * 3))
+    seconds = np.zeros(num_blocks)
+    forward, backward, level = (np.zeros(num_blocks, np.int64) for _ in range(3))
     held_bytes = np.zeros((num_blocks, NUM_CHOICES), np.int64)
     again = np.zeros((num_blocks, NUM_CHOICES))
     held: list[list[set[int]]] = []
@@ -92,7 +92,7 @@ def cut(graph: Graph, problem: Problem, max_blocks: int) -> Blocks:
             forward[b] = max(forward[b], live + extra)
             live -= sum(nodes[v].output_bytes for v in ends[n] if v >= first)
         level[b] = problem.levels[last, BEFORE]
-        wanted = [v for v in inside if roots[v] == v and is_saved[v]]
+        wanted = [v for v in inside if v in saved]
         tapes = [count + n for n in inside if nodes[n].tape_bytes]
         size = {v: nodes[v].output_bytes for v in wanted} | {v: nodes[v - count].tape_bytes for v in tapes}
         backward[b] = _backward_peak(graph, problem, first, last, size)
@@ -105,11 +105,11 @@ def cut(graph: Graph, problem: Problem, max_blocks: int) -> Blocks:
     return Blocks(position, crossing, crossers, seconds, forward, backward, level, held, held_bytes, again)
 
 
-def _positions(graph: Graph, widths: list[int], is_saved: list[bool], max_blocks: int) -> list[int]:
+def _positions(graph: Graph, widths: list[int], saved: set[int], max_blocks: int) -> list[int]:
     count = len(graph.nodes)
     if count <= max_blocks:
         return list(range(-1, count))
-    weights = [n.tape_bytes + n.output_bytes * is_saved[v] for v, n in enumerate(graph.nodes)]
+    weights = [n.tape_bytes + n.output_bytes * (v in saved) for v, n in enumerate(graph.nodes)]
     share = (np.cumsum(weights) / max(1, sum(weights)) + np.arange(1, count + 1) / count) / 2 * max_blocks
     best: dict[int, int] = {}
     for p in range(count - 1):
@@ -159,21 +159,15 @@ def _choices(graph: Graph, size: dict[int, int]) -> list[set[int]]:
 def _again(graph: Graph, first: int, choice: set[int], size: dict[int, int]) -> float:
     """Seconds to make the values of a block that `choice` does not hold, once each."""
     count = len(graph.nodes)
-    needed: set[int] = set()
-    stack = [v % count for v in size if v not in choice]
-    while stack:
-        m = stack.pop()
-        if m in needed:
-            continue
-        needed.add(m)
-        stack += [i for i in graph.reads[m] if graph.roots[i] >= first and graph.roots[i] not in choice]
-    return sum(graph.nodes[m].forward_seconds for m in needed)
+    wanted = (v % count for v in size if v not in choice)
+    runs = needed_runs(graph, wanted, lambda i: graph.roots[i] < first or graph.roots[i] in choice)
+    return sum(graph.nodes[m].forward_seconds for m in runs)
 
 
 @njit
 def fill(
     seconds: Floats, again: Floats, held: Ints, crossing: Ints, forward: Ints, backward: Ints, level: Ints, slots: int
-) -> tuple[Floats, Small]:
+) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
     """cost[i, j, m]: least forward seconds to run and undo blocks i to j - 1 in m slots beside what crosses i.
 
     The choice is o >= 0: block i holds its choice o and the rest follows; -k: the forward holds what crosses

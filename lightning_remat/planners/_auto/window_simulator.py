@@ -20,6 +20,7 @@ from ...schedules.arrays import graph_arrays, rows
 from ...schedules.compiled import Flags, Floats, Ints, Small, njit
 from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph
+from ...schedules.uses import members
 
 NUM_WINDOWS = 8
 """Most windows of one value."""
@@ -73,13 +74,11 @@ def pack(graph: Graph) -> Problem:
     """The graph as arrays for the compiled functions."""
     count = len(graph.nodes)
     roots, arrays = graph.roots, graph_arrays(graph)
-    members: list[list[int]] = [[] for _ in range(count)]
-    for n, root in enumerate(roots):
-        members[root].append(n)
+    views = members(graph)
     held = {roots[n] for n in graph.outputs}
     nodes = np.zeros((count, 6), np.int64)
     for n, node in enumerate(graph.nodes):
-        is_shared = len(members[roots[n]]) > 1 or roots[n] in held
+        is_shared = len(views[roots[n]]) > 1 or roots[n] in held
         sizes = node.output_bytes, node.tape_bytes, node.forward_workspace_bytes
         nodes[n] = (roots[n], *sizes, is_shared, roots[n] in held)
     before, highest = gradient_levels(graph)
@@ -88,7 +87,7 @@ def pack(graph: Graph) -> Problem:
         nodes,
         np.array([node.forward_seconds for node in graph.nodes], np.float64),
         *(arrays.read_start, arrays.read, arrays.saved_start, arrays.saved),
-        *rows(members),
+        *rows(views),
         *rows(until),
         np.array([before, highest], np.int64).T.copy(),
         graph.input_bytes + graph.static_bytes,
@@ -176,7 +175,7 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
         if found > 1:
             work.list[:found].sort()
         for k in range(found):
-            m = work.list[k]
+            m: int = work.list[k]
             work.action[at] = m
             work.step[at] = step
             work.made[at] = not resident[m]
@@ -195,7 +194,7 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
         else:
             work.action[at] = -1 - n
         at += 1
-        w = work.ends[step]
+        w: int = work.ends[step]
         while w >= 0:
             barred[w // NUM_WINDOWS] -= 1
             w = work.next_end[w]

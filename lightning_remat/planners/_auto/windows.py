@@ -8,6 +8,7 @@ from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArray
 from ...schedules.compiled import Flags, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Action, Schedule
+from ...schedules.uses import last_reads
 from .window_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Problem, Work, no_windows, replay
 
 
@@ -46,15 +47,6 @@ def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> S
                 ended.append(Action("D", i))
         backwards.append([Action("F" if a >= 0 else "B", n), *ended])
     return Schedule(tuple(action for actions in reversed(backwards) for action in actions))
-
-
-def last_reads(graph: Graph) -> list[int]:
-    """For each root the last node whose run reads its output or a view of it; itself where there is none."""
-    last = list(range(len(graph.nodes)))
-    for n in range(len(graph.nodes)):
-        for i in graph.reads[n]:
-            last[graph.roots[i]] = max(last[graph.roots[i]], n)
-    return last
 
 
 def windows_between(graph: Graph, problem: Problem, outputs: Flags, tapes: Flags, end: int) -> Small:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...schedules.compiled import njit
-from .memory import all_threshold, move_threshold, rest_row, row
-from .slots import slots_of
+from ...schedules.compiled import Floats, Ints, njit
+from .problem import Problem
+from .recurrence import Move, bases_after, float_move, floats_to, keep_move, rest_row, row, tape_move
+from .slots import slots_of, slots_of_move
 from .steps import BACK, FALL, FCK, FN, KINDS
 
 _STATE = len(KINDS)
@@ -28,20 +28,27 @@ class Table(NamedTuple):
     """
 
     slot: int
-    uniform: NDArray[np.float64]
-    memories: NDArray[np.int64]
-    makespans: NDArray[np.float64]
-    bounds: NDArray[np.int64]
+    uniform: Floats
+    memories: Ints
+    makespans: Floats
+    bounds: Ints
 
 
 @njit
-def value(table: Any, index: int, m: int) -> Any:
+def _value(table: Table, index: int, m: int) -> float:
     """The makespan that row `index` has at m slots; infinite where nothing fits."""
     if len(table.bounds) == 0:
         return table.uniform[index, m] if m >= 0 else np.inf
-    lo, hi = table.bounds[index]
-    position = np.searchsorted(table.memories[lo:hi], m, side="right")
-    return table.makespans[lo + position - 1] if position > 0 else np.inf
+    first, end = table.bounds[index]
+    position = int(np.searchsorted(table.memories[first:end], m, side="right"))
+    return table.makespans[int(first) + position - 1] if position > 0 else np.inf
+
+
+@njit
+def _makespan(table: Table, move: Move, m: int) -> float:
+    """The least makespan of sequences of m slots that begin with a move; infinite where none fits."""
+    needed, shift = slots_of_move(move, table.slot)
+    return move.seconds + _value(table, move.row, m - shift) if m >= needed else np.inf
 
 
 class Choices(NamedTuple):
@@ -52,8 +59,8 @@ class Choices(NamedTuple):
         steps: [places, 3] what `_best_step` chose there.
     """
 
-    states: NDArray[np.int64]
-    steps: NDArray[np.int32]
+    states: Ints
+    steps: Ints
 
 
 _NUM_PLACES = 1 << 17
@@ -61,11 +68,11 @@ _NUM_PLACES = 1 << 17
 
 def no_choices() -> Choices:
     """A cache with nothing in it."""
-    return Choices(np.full((_NUM_PLACES, 2), -1), np.zeros((_NUM_PLACES, 3), np.int32))
+    return Choices(np.full((_NUM_PLACES, 2), -1), np.zeros((_NUM_PLACES, 3), np.int64))
 
 
 @njit
-def walk(p: Any, table: Any, m: int, choices: Any) -> Any:
+def walk(p: Problem, table: Table, m: int, choices: Choices) -> tuple[Ints, Ints]:
     """(kinds, stages) of a sequence of the whole chain that fits m slots beyond a^0 and has the table's makespan.
 
     The table must be finite there; `choices` are those of earlier walks over it.
@@ -93,22 +100,22 @@ def walk(p: Any, table: Any, m: int, choices: Any) -> Any:
             kinds[size], stages[size] = FALL, s
             size += 1
             stack.append((BACK, s, s, s, m))
-            stack.append((_STATE, s + 1, s + 1, last, m - slots_of(p.tape[s], table.slot)))
+            stack.append((_STATE, s + 1, s + 1, last, m - slots_of(p.costs.tape[s], table.slot)))
             continue
         for stage in range(s, keep):
             kinds[size], stages[size] = FCK if choice == FCK and stage == s else FN, stage
             size += 1
-        shift = slots_of(p.output[keep - 1], table.slot)
+        shift = slots_of(p.costs.output[keep - 1], table.slot)
         if choice == FCK:
             stack.append((_STATE, s, t, until - 1, m))
             stack.append((_STATE, keep, until, last, m - shift))
         else:
-            stack.append((_STATE, keep, t, last, m - shift + slots_of(p.output[s - 1], table.slot)))
+            stack.append((_STATE, keep, t, last, m - shift + slots_of(p.costs.output[s - 1], table.slot)))
     return kinds[:size], stages[:size]
 
 
 @njit
-def _known_step(p: Any, table: Any, s: int, t: int, last: int, m: int, choices: Any) -> Any:
+def _known_step(p: Problem, table: Table, s: int, t: int, last: int, m: int, choices: Choices) -> tuple[int, int, int]:
     """As `_best_step`, looked up where it was asked before."""
     index = row(p, s, t, last)
     place = (index * 1_000_003 + m) % len(choices.states)
@@ -116,39 +123,30 @@ def _known_step(p: Any, table: Any, s: int, t: int, last: int, m: int, choices: 
         choices.steps[place] = _best_step(p, table, s, t, last, m)
         choices.states[place] = index, m
     choice, keep, until = choices.steps[place]
-    return choice, np.int64(keep), np.int64(until)
+    return choice, keep, until
 
 
 @njit
-def _best_step(p: Any, table: Any, s: int, t: int, last: int, m: int) -> Any:
+def _best_step(p: Problem, table: Table, s: int, t: int, last: int, m: int) -> tuple[int, int, int]:
     """(operation, k, u): how a fastest sequence of state (s, t, last) with m slots begins.
 
     `Fall`; or `Fck` of s and on to the next activation a^(k-1) that is kept, which serves the backwards down to u; or
     `Fn` until a^(k-1) has replaced a^(s-1).
     """
-    slot = table.slot
     best, choice, keep, until = np.inf, _STATE, 0, 0
-    if s == t and p.keeps_tapes and m >= slots_of(all_threshold(p, s, last), slot):
-        inner = value(table, row(p, s + 1, s + 1, last), m - slots_of(p.tape[s], slot))
-        best, choice = p.forward_seconds[s] + p.backward_seconds[s] + inner, FALL
+    if s == t and p.keeps_tapes:
+        best, choice = _makespan(table, tape_move(p, s, last), m), FALL
     for u in range(t + 1, last + 1):
-        rest = value(table, rest_row(p, s, t, u), m)
+        rest = _value(table, rest_row(p, s, t, u), m)
         if rest == np.inf:
             continue
-        for k in p.bases[u, : p.num_bases[u]]:
-            if k <= s or m < slots_of(p.held[last] + p.run[s, k - 1], slot):
-                continue
-            above = value(table, row(p, k, u, last), m - slots_of(p.output[k - 1], slot))
-            total = p.elapsed[k - 1] - p.elapsed[s - 1] + above + rest
+        for k in bases_after(p, s, u):
+            total = _makespan(table, keep_move(p, s, k, u, last), m) + rest
             if total < best:
                 best, choice, keep, until = total, FCK, k, u
-    for r in p.bases[t, : p.num_bases[t]]:
-        if r > s and p.output[r - 1] > p.output[s - 1]:
-            if m < slots_of(move_threshold(p, s, r, last), slot):
-                continue
-            grown = slots_of(p.output[r - 1], slot) - slots_of(p.output[s - 1], slot)
-            total = p.elapsed[r - 1] - p.elapsed[s - 1] + value(table, row(p, r, t, last), m - grown)
-            if total < best:
-                best, choice, keep = total, FN, r
-    assert choice != _STATE
+    for r in floats_to(p, s, t):
+        total = _makespan(table, float_move(p, s, r, t, last), m)
+        if total < best:
+            best, choice, keep = total, FN, r
+    assert best < np.inf
     return choice, keep, until

@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain import Chain, WholeSizes
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+from ...schedules.compiled import Floats, Ints
 
 # Sums of sizes stay exact in 64 bits, and times the number of slots too.
 _SIZE_BITS = 52
 
 
-class StageMemory(NamedTuple):
-    """What the stages of a chain weigh, in whole units; arrays are indexed by stage from 1, `output` from 0.
+class StageCosts(NamedTuple):
+    """What the stages of a chain weigh, in whole units, and take; arrays are indexed by stage from 1, `output` from 0.
 
     Attributes:
         output: a^l.
@@ -35,17 +33,25 @@ class StageMemory(NamedTuple):
             and of that `B`, beyond the input and what is held before it.
         kept_leaf_peak: The same where a^l was kept for the backward just done, and is there still.
         back_peak: Most memory of `B` of a stage beyond its input.
+        forward_seconds: u_f.
+        leaf_seconds: The same of a `Fall` right before its `B`.
+        kept_leaf_seconds: The same where a^l is there still.
+        backward_seconds: u_b.
     """
 
-    output: IntArray
-    tape: IntArray
-    held: IntArray
-    keep_peak: IntArray
-    drop_peak: IntArray
-    fall_peak: IntArray
-    leaf_peak: IntArray
-    kept_leaf_peak: IntArray
-    back_peak: IntArray
+    output: Ints
+    tape: Ints
+    held: Ints
+    keep_peak: Ints
+    drop_peak: Ints
+    fall_peak: Ints
+    leaf_peak: Ints
+    kept_leaf_peak: Ints
+    back_peak: Ints
+    forward_seconds: Floats
+    leaf_seconds: Floats
+    kept_leaf_seconds: Floats
+    backward_seconds: Floats
 
 
 class Problem(NamedTuple):
@@ -53,11 +59,7 @@ class Problem(NamedTuple):
 
     Attributes:
         num_stages: L+1.
-        output: As in `StageMemory`; so are `tape` to `back_peak`.
-        forward_seconds: u_f.
-        leaf_seconds: The same of a `Fall` right before its `B`.
-        kept_leaf_seconds: The same where a^l is there still.
-        backward_seconds: u_b.
+        costs: Of the stages.
         elapsed: Sums of `forward_seconds`: elapsed[e] - elapsed[s-1] runs s to e.
         run: run[s, e]: most memory beyond a^(s-1) and what is held that runs stages s to e, when a^(s-1) stays.
         tail: tail[s, e]: most memory beyond what is held in stages s+1 to e, when a^(s-1) has gone.
@@ -71,27 +73,16 @@ class Problem(NamedTuple):
     """
 
     num_stages: int
-    output: IntArray
-    tape: IntArray
-    held: IntArray
-    keep_peak: IntArray
-    fall_peak: IntArray
-    leaf_peak: IntArray
-    kept_leaf_peak: IntArray
-    back_peak: IntArray
-    forward_seconds: FloatArray
-    leaf_seconds: FloatArray
-    kept_leaf_seconds: FloatArray
-    backward_seconds: FloatArray
-    elapsed: FloatArray
-    run: IntArray
-    tail: IntArray
-    state_row: IntArray
+    costs: StageCosts
+    elapsed: Floats
+    run: Ints
+    tail: Ints
+    state_row: Ints
     num_rows: int
-    bases: IntArray
-    num_bases: IntArray
-    ends: IntArray
-    num_ends: IntArray
+    bases: Ints
+    num_bases: Ints
+    ends: Ints
+    num_ends: Ints
     keeps_tapes: bool
 
 
@@ -120,35 +111,29 @@ def build(chain: Chain, *, keeps_tapes: bool, floating: bool) -> tuple[Problem, 
     shift = max(0, sum(map(sum, columns)).bit_length() - _SIZE_BITS)
     output, tape, forward, backward = (np.array([-(-x >> shift) for x in c], dtype=np.int64) for c in columns)
     before = np.concatenate((output[:1], output[:-1]))
-    memory = StageMemory(
+    leaf = tape + np.maximum(forward, before + backward)
+    seconds = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
+    costs = StageCosts(
         output,
         tape,
         held=output,
         keep_peak=output + forward,
         drop_peak=before + output + forward,
         fall_peak=tape + forward,
-        leaf_peak=tape + np.maximum(forward, before + backward),
-        kept_leaf_peak=tape + np.maximum(forward, before + backward),
+        leaf_peak=leaf,
+        kept_leaf_peak=leaf,
         back_peak=output + before + tape + backward,
+        forward_seconds=seconds,
+        leaf_seconds=seconds,
+        kept_leaf_seconds=seconds,
+        backward_seconds=np.array([0.0, *(s.backward_seconds for s in chain.stages)]),
     )
-    forward = np.array([0.0, *(s.forward_seconds for s in chain.stages)])
-    backward = np.array([0.0, *(s.backward_seconds for s in chain.stages)])
-    problem = assemble(memory, forward, forward, forward, backward, keeps_tapes=keeps_tapes, floating=floating)
-    return problem, Scale(sizes, shift)
+    return assemble(costs, keeps_tapes=keeps_tapes, floating=floating), Scale(sizes, shift)
 
 
-def assemble(
-    memory: StageMemory,
-    forward_seconds: FloatArray,
-    leaf_seconds: FloatArray,
-    kept_leaf_seconds: FloatArray,
-    backward_seconds: FloatArray,
-    *,
-    keeps_tapes: bool,
-    floating: bool,
-) -> Problem:
-    """The problem of stages with the given memory and seconds, and the states that its family of sequences has."""
-    output = memory.output
+def assemble(costs: StageCosts, *, keeps_tapes: bool, floating: bool) -> Problem:
+    """The problem of stages with the given costs, and the states that its family of sequences has."""
+    output = costs.output
     n = len(output) - 1
     state_row = np.full((n + 1, n + 1), -1, dtype=np.int64)
     num_rows = 0
@@ -161,26 +146,15 @@ def assemble(
     run = np.zeros((n + 1, n + 1), dtype=np.int64)
     tail = np.zeros((n + 1, n + 1), dtype=np.int64)
     for s in range(1, n + 1):
-        tail[s, s + 1 :] = np.maximum.accumulate(memory.drop_peak[s + 1 :])
-        run[s, s:] = np.maximum(tail[s, s:], memory.keep_peak[s])
+        tail[s, s + 1 :] = np.maximum.accumulate(costs.drop_peak[s + 1 :])
+        run[s, s:] = np.maximum(tail[s, s:], costs.keep_peak[s])
     exists = state_row >= 0
     bases, num_bases = _listed(exists.T)
     ends, num_ends = _listed(exists)
     return Problem(
         num_stages=n,
-        output=output,
-        tape=memory.tape,
-        held=memory.held,
-        keep_peak=memory.keep_peak,
-        fall_peak=memory.fall_peak,
-        leaf_peak=memory.leaf_peak,
-        kept_leaf_peak=memory.kept_leaf_peak,
-        back_peak=memory.back_peak,
-        forward_seconds=forward_seconds,
-        leaf_seconds=leaf_seconds,
-        kept_leaf_seconds=kept_leaf_seconds,
-        backward_seconds=backward_seconds,
-        elapsed=np.cumsum(forward_seconds),
+        costs=costs,
+        elapsed=np.cumsum(costs.forward_seconds),
         run=run,
         tail=tail,
         state_row=state_row,
@@ -193,7 +167,7 @@ def assemble(
     )
 
 
-def _listed(exists: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+def _listed(exists: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """The true columns of each row, ascending, and their numbers."""
     counts = exists.sum(axis=1).astype(np.int64)
     # A stable sort moves the true ones, in order, to the front.
@@ -206,14 +180,14 @@ def keep_all_memory(p: Problem) -> int:
 
     With tapes kept that is the plain sequence `Fall1 ... B1`; without, the one that keeps every layer input.
     """
+    c = p.costs
     kept = need = 0
     for s in range(1, p.num_stages + 1):
-        held = int(p.held[s])
         if p.keeps_tapes:
-            need = max(need, kept + int(p.fall_peak[s] + p.held[-1]), kept + int(p.back_peak[s]))
-            kept += int(p.tape[s])
+            need = max(need, kept + int(c.fall_peak[s] + c.held[-1]), kept + int(c.back_peak[s]))
+            kept += int(c.tape[s])
         else:
-            forward = int(p.keep_peak[s] + p.held[-1]) if s < p.num_stages else 0
-            need = max(need, kept + held + int(max(p.leaf_peak[s], p.kept_leaf_peak[s])), kept + forward)
-            kept += int(p.output[s])
+            forward = int(c.keep_peak[s] + c.held[-1]) if s < p.num_stages else 0
+            need = max(need, kept + int(c.held[s] + max(c.leaf_peak[s], c.kept_leaf_peak[s])), kept + forward)
+            kept += int(c.output[s])
     return need

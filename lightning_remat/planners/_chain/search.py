@@ -16,8 +16,8 @@ from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
 from ...schedules.simulator import simulate
 from .._candidates import Candidate, fastest_that_fits, infeasible, trade_off
-from .memory import least_memory
-from .problem import Problem, StageMemory, assemble, keep_all_memory
+from .problem import Problem, StageCosts, assemble, keep_all_memory
+from .recurrence import least_memory, whole_row
 from .solver import Table, front_table, keep_all_sequence, slot_table, steps_at
 from .stage_lowering import StageArrays, lower_steps, stage_arrays
 from .stages import GraphStage, StageFigures, cut_stages, stage_figures
@@ -196,37 +196,41 @@ def stage_problem(
         outputs[stage_of[root]] += graph.nodes[root].output_bytes
     for i in graph.outputs or [m for m, users in enumerate(graph.users) if not users]:
         gradients[stage_of[i]] += graph.gradient_bytes(i)
-    parameters = np.array([0, *(f.parameter_bytes for f in figures)])
+
+    of = {
+        name: np.array([0, *values])
+        for name, values in zip(StageFigures._fields, zip(*figures, strict=True), strict=True)
+    }
+    parameters, back_peak = of["parameter_bytes"], of["back_peak_bytes"]
     done = parameters.sum() - np.cumsum(parameters)
     before = np.cumsum(outputs + gradients) - outputs - gradients
-    gradient = np.array([0, *(f.gradient_bytes for f in figures)])
-    held = gradient + done + before + outputs + gradients
+    held = of["gradient_bytes"] + done + before + outputs + gradients
     held[n] = np.cumsum(outputs)[n - 1]
-    leaf_peak = np.array([0, *(f.leaf_peak_bytes for f in figures)])
-    leaf_seconds = np.array([0.0, *(f.leaf_seconds for f in figures)])
     # The last stage's only run is the first, of all its nodes.
-    leaf_peak[n] = max(figures[-1].fall_peak_bytes, figures[-1].back_peak_bytes + before[n] - held[n])
-    leaf_seconds[n] = figures[-1].forward_seconds
-    kept_leaf_seconds = np.array([0.0, *(f.kept_leaf_seconds for f in figures)])
-    memory = StageMemory(
-        output=np.array([0, *(f.output_bytes for f in figures)]),
-        tape=np.array([0, *(f.tape_bytes for f in figures)]),
+    leaf_peak, leaf_seconds = of["leaf_peak_bytes"], of["leaf_seconds"]
+    leaf_peak[n] = max(of["fall_peak_bytes"][n], back_peak[n] + before[n] - held[n])
+    leaf_seconds[n] = of["forward_seconds"][n]
+    costs = StageCosts(
+        output=of["output_bytes"],
+        tape=of["tape_bytes"],
         held=held,
-        keep_peak=np.array([0, *(f.keep_peak_bytes for f in figures)]),
-        drop_peak=np.array([0, *(f.drop_peak_bytes for f in figures)]),
-        fall_peak=np.array([0, *(f.fall_peak_bytes for f in figures)]),
+        keep_peak=of["keep_peak_bytes"],
+        drop_peak=of["drop_peak_bytes"],
+        fall_peak=of["fall_peak_bytes"],
         leaf_peak=leaf_peak,
-        kept_leaf_peak=np.array([0, *(f.kept_leaf_peak_bytes for f in figures)]),
-        back_peak=np.array([0, *(f.back_peak_bytes for f in figures)]) + done + before,
+        kept_leaf_peak=of["kept_leaf_peak_bytes"],
+        back_peak=back_peak + done + before,
+        forward_seconds=of["forward_seconds"],
+        leaf_seconds=leaf_seconds,
+        kept_leaf_seconds=of["kept_leaf_seconds"],
+        backward_seconds=of["backward_seconds"],
     )
-    forward_seconds = np.array([0.0, *(f.forward_seconds for f in figures)])
-    backward_seconds = np.array([0.0, *(f.backward_seconds for f in figures)])
-    return assemble(memory, forward_seconds, leaf_seconds, kept_leaf_seconds, backward_seconds, **family._asdict())
+    return assemble(costs, **family._asdict())
 
 
 def makespans_by_memory(problem: Problem, slots: int) -> tuple[Table, list[int]]:
     """The makespans of all states, and the memories, ascending, at which that of the whole chain falls."""
-    row = int(problem.state_row[1, 1]) + problem.num_stages - 1
+    row = whole_row(problem)
     most = keep_all_memory(problem)
     if problem.num_rows <= _MOST_EXACT_ROWS:
         table = front_table(problem, most, _MOST_STEPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
 
 import numpy as np
 
@@ -11,8 +10,8 @@ from ...chain import Chain, ChainSequence, Operation, memory_usages
 from ...errors import InfeasibleBudgetError
 from .backtrack import Table, no_choices, walk
 from .fronts import fill_fronts
-from .memory import least_memory
 from .problem import Problem, build, keep_all_memory
+from .recurrence import least_memory, whole_row
 from .slots import fill_slots
 from .steps import Steps, to_sequence
 
@@ -39,10 +38,10 @@ def solve_chain(
     if slots is not None and slots < 1:
         raise ValueError(f"slots is {slots}: pass a positive number, or None to plan in exact memory")
     p, scale = build(chain, keeps_tapes=keeps_tapes, floating=floating)
-    fixed = int(p.output[0])
+    fixed = int(p.costs.output[0])
     if budget == float("inf") or (memory := scale.from_chain(budget) - fixed) >= keep_all_memory(p):
         return keep_all_sequence(p)
-    least = int(least_memory(p)[p.state_row[1, 1] + p.num_stages - 1])
+    least = int(least_memory(p)[whole_row(p)])
     if memory < least:
         minimum = scale.to_chain(least + fixed)
         sequence = sequence_at(p, front_table(p, least, 1), least)
@@ -57,7 +56,7 @@ def solve_chain(
     if slots is None:
         return sequence_at(p, front_table(p, memory, _NO_LIMIT), memory)
     table, available = slot_table(p, memory, slots)
-    if np.isfinite(table.uniform[p.state_row[1, 1] + p.num_stages - 1, available]):
+    if np.isfinite(table.uniform[whole_row(p), available]):
         return sequence_at(p, table, available)
     # Just above the least memory the slots' rounding leaves nothing, and exact memory has few states.
     return sequence_at(p, front_table(p, memory, slots), memory)
@@ -96,7 +95,7 @@ def sequence_at(p: Problem, table: Table, available: int) -> ChainSequence:
 def steps_at(p: Problem, table: Table, available: Iterable[int]) -> tuple[Steps, ...]:
     """The same as arrays, for several numbers of slots."""
     choices = no_choices()
-    walks = (cast("tuple[Any, Any]", walk(p, table, slots, choices)) for slots in available)
+    walks = (walk(p, table, slots, choices) for slots in available)
     return tuple(Steps(kinds.astype(np.int8), stages.astype(np.int32)) for kinds, stages in walks)
 
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...chain import ChainSequence
-from ...lowering import discard_at_last_use, mark_missing
+from ...lowering import discard_at_last_use
 from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, graph_arrays
 from ...schedules.compiled import Flags, Ints, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
+from ...schedules.uses import mark_missing
 from .stages import GraphStage
 from .steps import BACK, FALL, FN, Steps, to_steps
 
@@ -36,8 +37,8 @@ def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSe
 
 def lower_steps(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
     """As `lower_sequence`, from arrays to actions as numbers."""
-    events = _events(arrays, stages, steps.kinds, steps.stages)
-    return discard_at_last_use(arrays, _without_waste(arrays, events))
+    events = _events(arrays, stages, steps)
+    return discard_at_last_use(arrays, _without_waste(arrays, events), np.empty(0, np.int64))
 
 
 class StageArrays(NamedTuple):
@@ -68,9 +69,10 @@ def stage_arrays(stages: Sequence[GraphStage]) -> StageArrays:
 
 
 @njit
-def _events(arrays: GraphArrays, stages: StageArrays, kinds: Small, numbers: Small) -> Small:
+def _events(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
     """Actions as numbers, each with the residencies (of an output, of a tape) that it begins or ends; -1 for none."""
     count = len(arrays.root)
+    kinds, numbers = steps.kinds, steps.stages
     events = np.empty((16 * count + 64, 3), np.int32)
     memory = _Memory(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
     keeps_input = np.zeros(len(stages.start) + 1, np.bool_)  # of the stage with that number, for its backward

@@ -12,6 +12,7 @@ from ...chain import Chain, Stage
 from ...lowering import lower_kept
 from ...schedules.graph import Graph, Node
 from ...schedules.simulator import simulate
+from ...schedules.uses import saved_roots
 
 _SOURCE = "source"
 
@@ -106,9 +107,8 @@ def cut_stages(graph: Graph) -> tuple[GraphStage, ...]:
     """
     last_use: dict[int, int] = {}
     readers: list[list[int]] = [[] for _ in graph.nodes]
-    saved_roots: set[int] = set()
+    saved = saved_roots(graph)
     for n, node in enumerate(graph.nodes):
-        saved_roots.update(graph.roots[i] for i in node.saved)
         for i in {*graph.reads[n], *node.saved} - {n}:
             readers[i].append(n)
             last_use[graph.roots[i]] = n
@@ -118,7 +118,7 @@ def cut_stages(graph: Graph) -> tuple[GraphStage, ...]:
     for n in range(len(graph.nodes) - 1):
         crossing = {r for r in {*crossing, graph.roots[n]} if last_use.get(r, -1) > n}
         root = next(iter(crossing), -1)
-        if len(crossing) <= 1 and (root == -1 or (root != previous and root in saved_roots)):
+        if len(crossing) <= 1 and (root == -1 or (root != previous and root in saved)):
             ends.append(n + 1)
             previous = root
     bounds = [0, *ends, len(graph.nodes)]
@@ -126,9 +126,9 @@ def cut_stages(graph: Graph) -> tuple[GraphStage, ...]:
     stages: list[GraphStage] = []
     for k, (a, b) in enumerate(pairwise(bounds)):
         own = [graph.nodes[n] for n in range(a, b)]
-        saved = frozenset(i for node in own for i in node.saved if i >= a)
+        own_saved = frozenset(i for node in own for i in node.saved if i >= a)
         taped = frozenset(n for n in range(a, b) if graph.nodes[n].tape_bytes)
-        stages.append(GraphStage(a, b, exits[k - 1] if k else (), exits[k], saved, taped))
+        stages.append(GraphStage(a, b, exits[k - 1] if k else (), exits[k], own_saved, taped))
     return tuple(stages)
 
 

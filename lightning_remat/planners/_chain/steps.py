@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...chain import ChainSequence, Operation, OperationKind
 from ...schedules.compiled import Small
@@ -16,7 +17,7 @@ FALL, FCK, FN, BACK = range(4)
 class Steps(NamedTuple):
     """The operations of a sequence in a few bytes each: index in `KINDS`, and stage from 1."""
 
-    kinds: Small  # int8
+    kinds: NDArray[np.int8]
     stages: Small
 
 

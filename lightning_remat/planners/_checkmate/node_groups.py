@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph, Node
+from ...schedules.uses import last_reads
 
 
 def group_nodes(graph: Graph, most: int) -> list[range]:
@@ -15,11 +16,9 @@ def group_nodes(graph: Graph, most: int) -> list[range]:
     if count <= most:
         return [range(n, n + 1) for n in range(count)]
     crossing = [0] * (count + 1)  # bytes of outputs made before place p and read at or after it
-    for n in range(count):
-        if graph.roots[n] == n:
-            last = max((k for i in _members(graph, n) for k in graph.users[i]), default=n)
-            for p in range(n + 1, last + 1):
-                crossing[p] += graph.nodes[n].output_bytes
+    for n, last in enumerate(last_reads(graph)):
+        for p in range(n + 1, last + 1):
+            crossing[p] += graph.nodes[n].output_bytes
     width = count / most
     cuts = [0]
     for c in range(1, most):
@@ -28,10 +27,6 @@ def group_nodes(graph: Graph, most: int) -> list[range]:
         if places:
             cuts.append(min(places, key=lambda p: (crossing[p], abs(p - c * width))))
     return [range(a, b) for a, b in zip(cuts, [*cuts[1:], count], strict=True)]
-
-
-def _members(graph: Graph, root: int) -> list[int]:
-    return [i for i in range(root, len(graph.nodes)) if graph.roots[i] == root]
 
 
 def coarsen(graph: Graph, groups: list[range]) -> tuple[Graph, tuple[list[int], list[int]], list[frozenset[int]]]:

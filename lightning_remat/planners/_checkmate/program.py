@@ -13,6 +13,7 @@ from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
 
 from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph
+from ...schedules.uses import readers, storage_readers
 
 Column = int
 ZERO, ONE, PEAK = 0, 1, 2  # columns with the fixed values 0 and 1, and the most memory alive
@@ -121,12 +122,7 @@ class _Builder:
         self.unit = _unit([*_sizes(graph), *before, *highest])
         total = sum(node.forward_seconds for node in graph.nodes) or 1.0
         self.scale = _SCALE / total
-        self.users, self.readers = [[] for _ in range(count)], [[] for _ in range(count)]
-        for k in range(count):
-            for i in set(graph.reads[k]):
-                self.users[i].append(k)
-            for root in {graph.roots[i] for i in graph.reads[k]}:
-                self.readers[root].append(k)
+        self.users, self.readers = readers(graph), storage_readers(graph)
         fixed = graph.input_bytes + graph.static_bytes
         for step in range(count):
             self._step(range(step, step + 1), self._forward_columns(step), fixed, None)

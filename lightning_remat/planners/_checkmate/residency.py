@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from ...lowering import apply_liveness
 from ...schedules.graph import Graph
 from ...schedules.schedule import Action, Schedule
+from ...schedules.uses import needed_runs
 
 
 def lower_residency(
@@ -39,7 +40,7 @@ def lower_residency(
     resident, taped = set[int](), set[int]()
 
     def run(wanted: set[int], retape: set[int]) -> None:
-        for k in _closure(graph, wanted - resident, retape - taped, resident):
+        for k in needed_runs(graph, (wanted - resident) | (retape - taped), resident.__contains__):
             actions.append(Action("F", k))
             resident.add(k)
             if graph.nodes[k].tape_bytes:
@@ -63,15 +64,3 @@ def lower_residency(
         resident &= hold
         taped &= hold_tapes
     return apply_liveness(graph, Schedule(tuple(actions)))
-
-
-def _closure(graph: Graph, wanted: set[int], retape: set[int], resident: set[int]) -> list[int]:
-    """The nodes to run, in order, to have the outputs in `wanted` and the tapes in `retape`, none of them resident."""
-    needed: set[int] = set()
-    stack = [*wanted, *retape]
-    while stack:
-        k = stack.pop()
-        if k not in needed:
-            needed.add(k)
-            stack += [i for i in graph.reads[k] if i not in resident]
-    return sorted(needed)

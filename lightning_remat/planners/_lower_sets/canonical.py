@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
-from ...lowering import lower_kept, missing
+import numpy as np
+
+from ...lowering import lower_kept, with_liveness
+from ...schedules.arrays import encode
 from ...schedules.graph import Graph
 from ...schedules.schedule import Action, Schedule
 from ...schedules.storages import StorageGraph, nodes_of
+from ...schedules.uses import needed_runs
 
 
 def lower_sequence(
@@ -50,58 +53,33 @@ def _lower_by_parts(graph: Graph, part_of: Sequence[int], kept: set[int]) -> Sch
     actions: list[Action] = []
     ends: list[int] = []  # numbers of actions at which a part has ended
     outputs: set[int] = set()
-    tapes: set[int] = set()
     parts: dict[int, list[int]] = {}
     for n, p in enumerate(part_of):
         parts.setdefault(p, []).append(n)
 
-    def run(n: int) -> None:
-        actions.append(Action("F", n))
-        outputs.add(n)
-        if graph.nodes[n].tape_bytes:
-            tapes.add(n)
+    def discard(nodes: set[int]) -> None:
+        for n in sorted(nodes):
+            actions.append(Action("D", n))
+            if graph.nodes[n].tape_bytes:
+                actions.append(Action("T", n))
+        outputs.difference_update(nodes)
 
     for n, p in enumerate(part_of):
-        run(n)
+        actions.append(Action("F", n))
+        outputs.add(n)
         if n == parts[p][-1]:
             ends.append(len(actions))
-    for n in sorted(set(range(len(graph.nodes))) - kept):
-        actions.append(Action("D", n))
-        outputs.discard(n)
-        if n in tapes:
-            actions.append(Action("T", n))
-            tapes.discard(n)
+    discard(outputs - kept)
     for n in reversed(range(len(graph.nodes))):
         members = parts[part_of[n]]
         if n == members[-1]:
-            needed = {m for member in members for m in missing(graph, member, outputs, tapes)}
-            for m in sorted(needed):
-                run(m)
+            taped = {m for m in members if graph.nodes[m].tape_bytes}
+            wanted = taped.union(*(graph.nodes[m].saved for m in members))
+            runs = needed_runs(graph, wanted - outputs, outputs.__contains__)
+            actions += [Action("F", m) for m in runs]
+            outputs.update(runs)
         actions.append(Action("B", n))
         if n == members[0]:
             ends.append(len(actions))
-    actions += [Action("D", n) for n in sorted(outputs)] + [Action("T", n) for n in sorted(tapes)]
-    return _discard_at(graph, actions, ends)
-
-
-def _discard_at(graph: Graph, actions: Sequence[Action], ends: Sequence[int]) -> Schedule:
-    """The actions with each discard moved to the first of `ends` after the last use of what it discards."""
-    last: dict[Action, int] = {}  # the discard that would end a residency -> number of actions up to its last use
-    moved: dict[int, list[Action]] = {}
-    for position, action in enumerate(actions):
-        kind, n = action
-        if kind in "DT":
-            at = bisect_left(ends, last.pop(action))
-            moved.setdefault(ends[at], []).append(action)
-            continue
-        used = graph.reads[n] if kind == "F" else graph.nodes[n].saved
-        for i in (*used, n) if kind == "F" else used:
-            last[Action("D", i)] = position + 1
-        if graph.nodes[n].tape_bytes:
-            last[Action("T", n)] = position + 1
-    result: list[Action] = []
-    for position, action in enumerate(actions):
-        if action.kind in "FB":
-            result.append(action)
-        result += moved.get(position + 1, ())
-    return Schedule(tuple(result))
+    discard(outputs)
+    return with_liveness(graph, encode(graph, Schedule(tuple(actions))), np.array(ends, np.int64))

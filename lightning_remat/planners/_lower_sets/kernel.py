@@ -6,11 +6,44 @@ section 4.2: the lower set, the overhead so far and the memory cached so far. Me
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schedules.compiled import njit
+from ...schedules.compiled import Floats, Ints, Small, njit
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+Words = NDArray[np.uint64]  # [sets, words] the members of each set as bits
+
+
+class Family(NamedTuple):
+    """Lower sets and what the steps between them ask.
+
+    Attributes:
+        words: The lower sets.
+        boundary: Their boundaries ∂(L), the members that a node outside reads.
+        boundary_nodes: The same as numbers of nodes, row after row.
+        boundary_start: Where the boundary of each row begins.
+        total: T(L) of each row.
+        times: T of each node.
+        memories: M of each node.
+        depends: L_v of each node: what it depends on, itself included.
+        leaking: The members of L_v with a reader outside of L_v.
+        is_complete: Whether the family holds all lower sets.
+    """
+
+    words: Words
+    boundary: Words
+    boundary_nodes: Small
+    boundary_start: Ints
+    total: Floats
+    times: Floats
+    memories: Floats
+    depends: Words
+    leaking: Words
+    is_complete: bool
 
 
 class Arcs(NamedTuple):
@@ -23,139 +56,152 @@ class Arcs(NamedTuple):
         start: Where the steps into each row begin.
     """
 
-    source: Any
-    cached: Any
-    overhead: Any
-    start: Any
+    source: Small
+    cached: Floats
+    overhead: Floats
+    start: Ints
+
+
+class Steps(NamedTuple):
+    """What the dynamic program reads.
+
+    Attributes:
+        source: As in `Arcs`; so are `cached` and `start`.
+        gain: What each step adds to t.
+        memory: M(L) of each row.
+        beyond: What the backward of its last part holds outside of it.
+        budget: The memory allowed.
+    """
+
+    source: Small
+    cached: Floats
+    start: Ints
+    gain: Floats
+    memory: Floats
+    beyond: Floats
+    budget: float
+
+
+class States(NamedTuple):
+    """Pareto fronts: overhead t, cached memory m, and the position of the state each came from, -1 for none."""
+
+    t: Floats
+    m: Floats
+    parent: Ints
 
 
 @njit
-def list_arcs(
-    words: Any,
-    boundary: Any,
-    boundary_nodes: Any,
-    boundary_start: Any,
-    time_of: Any,
-    times: Any,
-    memories: Any,
-    depends: Any,
-    leaking: Any,
-    is_complete: bool,
-) -> Any:
-    """All steps L → L' with L ⊊ L', but those that two shorter steps replace at no loss.
-
-    For b in ∂(L') ∖ L let M = L ∪ L_b. If M ≠ L' and ∂(M) ∖ L ⊆ ∂(L'), then L → M → L' caches the same nodes, counts
-    the same overhead and by equation (2) peaks no higher: what the backward of M∖L holds beyond M is part of
-    L'∖M or of what L' holds beyond itself. A node of L_b is in ∂(M) exactly if it has a successor that b does not
-    depend on (`leaking`).
-    """
-    count, num_words = words.shape
-    capacity, size = 1 << 12, 0
-    source = np.empty(capacity, np.int32)
-    cached = np.empty(capacity, np.float64)
-    overhead = np.empty(capacity, np.float64)
+def list_arcs(family: Family) -> Arcs:
+    """All steps L → L' with L ⊊ L', but those that two shorter steps replace at no loss."""
+    count, size = len(family.words), 0
+    source, cached, overhead = np.empty(1 << 12, np.int32), np.empty(1 << 12), np.empty(1 << 12)
     start = np.zeros(count + 1, np.int64)
-    one = np.uint64(1)
     for j in range(1, count):
-        for i in range(j):
-            is_subset = True
-            for w in range(num_words):
-                if words[i, w] & ~words[j, w]:
-                    is_subset = False
+        while size + j > len(source):
+            source, cached, overhead = _grown(source), _grown(cached), _grown(overhead)
+        size = _list_arcs_into(family, j, source, cached, overhead, size)
+        start[j + 1] = size
+    return Arcs(source[:size].copy(), cached[:size].copy(), overhead[:size].copy(), start)
+
+
+@njit
+def _list_arcs_into(family: Family, j: int, source: Small, cached: Floats, overhead: Floats, size: int) -> int:
+    """Appends the steps into row j to the `size` that are listed; how many these are then."""
+    words, depends = family.words, family.depends
+    for i in range(j):
+        if not _is_within(words, i, words, j):
+            continue
+        memory, time, is_replaced = 0.0, family.total[j] - family.total[i], False
+        for p in range(family.boundary_start[j], family.boundary_start[j + 1]):
+            b: int = family.boundary_nodes[p]
+            if (words[i, b >> 6] >> np.uint64(b & 63)) & np.uint64(1):
+                continue
+            memory += family.memories[b]
+            time -= family.times[b]
+            # L_b itself is in every family.
+            if family.is_complete or _is_within(words, i, depends, b):
+                is_replaced = _is_halfway(words, i, j, depends, family.leaking, family.boundary, b)
+                if is_replaced:
                     break
-            if not is_subset:
-                continue
-            memory, time, is_replaced = 0.0, time_of[j] - time_of[i], False
-            for p in range(boundary_start[j], boundary_start[j + 1]):
-                b = boundary_nodes[p]
-                if (words[i, b >> 6] >> np.uint64(b & 63)) & one:
-                    continue
-                memory += memories[b]
-                time -= times[b]
-                is_all, is_leaking, is_member = True, False, is_complete
-                if not is_complete:  # L_b itself is in every family
-                    is_member = True
-                    for w in range(num_words):
-                        if words[i, w] & ~depends[b, w]:
-                            is_member = False
-                            break
-                if is_member:
-                    for w in range(num_words):
-                        if words[j, w] & ~words[i, w] & ~depends[b, w]:
-                            is_all = False
-                        if leaking[b, w] & ~words[i, w] & ~boundary[j, w]:
-                            is_leaking = True
-                            break
-                    if not is_leaking and not is_all:
-                        is_replaced = True
-                        break
-            if is_replaced:
-                continue
-            if size == capacity:
-                capacity *= 2
-                old_source, old_cached, old_overhead = source, cached, overhead
-                source = np.empty(capacity, np.int32)
-                cached = np.empty(capacity, np.float64)
-                overhead = np.empty(capacity, np.float64)
-                source[:size] = old_source
-                cached[:size] = old_cached
-                overhead[:size] = old_overhead
+        if not is_replaced:
             source[size], cached[size], overhead[size] = i, memory, max(time, 0.0)
             size += 1
-        start[j + 1] = size
-    return source[:size].copy(), cached[:size].copy(), overhead[:size].copy(), start
+    return size
 
 
 @njit
-def least_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any, budget: float) -> Any:
+def _is_within(sets: Words, i: int, others: Words, j: int) -> bool:
+    """Whether set i of the first is a part of set j of the others."""
+    for w in range(sets.shape[1]):  # noqa: SIM110
+        if sets[i, w] & ~others[j, w]:
+            return False
+    return True
+
+
+@njit
+def _is_halfway(words: Words, i: int, j: int, depends: Words, leaking: Words, boundary: Words, b: int) -> bool:
+    """Whether the step from row i to row j may lead through M = L ∪ L_b, for b in ∂(L') ∖ L, at no loss.
+
+    If M ≠ L' and ∂(M) ∖ L ⊆ ∂(L'), then L → M → L' caches the same nodes, counts the same overhead and by equation (2)
+    peaks no higher: what the backward of M∖L holds beyond M is part of L'∖M or of what L' holds beyond itself. A node
+    of L_b is in ∂(M) exactly if it has a successor that b does not depend on (`leaking`).
+    """
+    is_all = True
+    for w in range(words.shape[1]):
+        if words[j, w] & ~words[i, w] & ~depends[b, w]:
+            is_all = False
+        if leaking[b, w] & ~words[i, w] & ~boundary[j, w]:
+            return False
+    return not is_all
+
+
+@njit
+def _grown(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
+    """The array with room for twice as many."""
+    return np.concatenate((array, np.empty_like(array)))
+
+
+@njit
+def _room(p: Steps, i: int, j: int) -> float:
+    """The largest m with which a step from row i to row j is within the budget, by equation (2)."""
+    return p.budget - 2 * (p.memory[j] - p.memory[i]) - p.beyond[j]
+
+
+@njit
+def least_cached(p: Steps) -> Floats:
     """For each row the least m of a state that the budget allows; infinite where there is none."""
-    count = len(memory)
+    count = len(p.memory)
     least = np.full(count, np.inf)
     least[0] = 0.0
     for j in range(1, count):
-        best = np.inf
-        for a in range(start[j], start[j + 1]):
-            i = source[a]
-            if least[i] + 2 * (memory[j] - memory[i]) + beyond[j] <= budget:
-                best = min(best, least[i] + cached[a])
-        least[j] = best
+        for a in range(p.start[j], p.start[j + 1]):
+            i = p.source[a]
+            if least[i] <= _room(p, i, j):
+                least[j] = min(least[j], least[i] + p.cached[a])
     return least
 
 
 @njit
-def most_cached(source: Any, cached: Any, start: Any, memory: Any, beyond: Any, budget: float) -> Any:
+def most_cached(p: Steps) -> Floats:
     """For each row the largest m from which V can be reached within the budget; minus infinity where there is none."""
-    count = len(memory)
+    count = len(p.memory)
     most = np.full(count, -np.inf)
     most[count - 1] = np.inf
     for j in range(count - 1, 0, -1):
-        for a in range(start[j], start[j + 1]):
-            i = source[a]
-            room = min(budget - 2 * (memory[j] - memory[i]) - beyond[j], most[j] - cached[a])
-            most[i] = max(most[i], room)
+        for a in range(p.start[j], p.start[j + 1]):
+            i = p.source[a]
+            most[i] = max(most[i], min(_room(p, i, j), most[j] - p.cached[a]))
     return most
 
 
 @njit
-def bounds(
-    source: Any,
-    cached: Any,
-    gain: Any,
-    start: Any,
-    memory: Any,
-    beyond: Any,
-    budget: float,
-    least: Any,
-    most: Any,
-    num_cells: int,
-    width: float,
-) -> Any:
+def bounds(p: Steps, least: Floats, most: Floats, num_cells: int, width: float) -> NDArray[np.float32]:
     """A lower bound on what is still to be added to t from row i with m in cell k = ⌊m/width⌋, never falling in k.
 
-    The same program run backwards on a grid whose rounding favours the bound. `gain` is what a step adds to t. In
-    single precision, for speed: the caller allows for its rounding.
+    The same program run backwards on a grid whose rounding favours the bound. In single precision, for speed: the
+    caller allows for its rounding.
     """
-    count = len(memory)
+    count = len(p.memory)
     bound = np.full((count, num_cells), np.inf, np.float32)
     bound[count - 1, :] = 0.0
     for j in range(count - 1, 0, -1):
@@ -163,119 +209,107 @@ def bounds(
             continue
         if j < count - 1:
             lowest = int(least[j] / width)
-            for k in range(lowest):
-                bound[j, k] = bound[j, lowest]
+            bound[j, :lowest] = bound[j, lowest]
         into = bound[j]
-        for a in range(start[j], start[j + 1]):
-            i = source[a]
-            room = min(budget - 2 * (memory[j] - memory[i]) - beyond[j], most[j] - cached[a])
+        for a in range(p.start[j], p.start[j + 1]):
+            i = p.source[a]
+            room = min(_room(p, i, j), most[j] - p.cached[a])
             if room < least[i]:
                 continue
-            shift = int(cached[a] / width)
+            shift = int(p.cached[a] / width)
             first, last = int(least[i] / width), min(int(room / width) + 1, num_cells - shift)
             if first >= last:
                 continue
-            row, beyond_it, added = bound[i, first:last], into[first + shift : last + shift], np.float32(gain[a])
+            row, beyond_it, added = bound[i, first:last], into[first + shift : last + shift], np.float32(p.gain[a])
             for k in range(row.size):
                 row[k] = min(row[k], beyond_it[k] + added)
     if count > 1:
-        for k in range(int(least[0] / width)):
-            bound[0, k] = bound[0, int(least[0] / width)]
+        lowest = int(least[0] / width)
+        bound[0, :lowest] = bound[0, lowest]
     return bound
 
 
 @njit
 def fronts(
-    source: Any,
-    cached: Any,
-    gain: Any,
-    start: Any,
-    memory: Any,
-    beyond: Any,
-    budget: float,
-    least: Any,
-    most: Any,
-    bound: Any,
-    width: float,
-    limit: float,
-) -> Any:
+    p: Steps, least: Floats, most: Floats, bound: NDArray[np.float32], width: float, limit: float
+) -> tuple[States, Ints]:
     """For each row the Pareto front of (t, m) within the budget, without states whose bound exceeds `limit`.
 
     Returns:
-        t, m (ascending in m within a row), the position of the state each came from, and where each row begins.
+        The states, ascending in m within a row, and where each row begins.
     """
     count, num_cells = bound.shape
-    capacity = 1 << 12
-    all_t = np.empty(capacity, np.float64)
-    all_m = np.empty(capacity, np.float64)
-    parent = np.empty(capacity, np.int64)
-    all_t[0], all_m[0], parent[0] = 0.0, 0.0, -1
+    every = _states(1 << 12)
+    every.t[0], every.m[0], every.parent[0] = 0.0, 0.0, -1
     begin = np.zeros(count + 1, np.int64)
     begin[1] = 1
-    room_here = 1 << 10
-    here_t = np.empty(room_here, np.float64)
-    here_m = np.empty(room_here, np.float64)
-    here_p = np.empty(room_here, np.int64)
+    here = _states(1 << 10)
     for j in range(1, count):
         size = 0
         if least[j] <= most[j]:
-            for a in range(start[j + 1] - 1, start[j] - 1, -1):
-                i = source[a]
-                if begin[i] == begin[i + 1]:
-                    continue
-                room = min(budget - 2 * (memory[j] - memory[i]) - beyond[j], most[j] - cached[a])
+            for a in range(p.start[j + 1] - 1, p.start[j] - 1, -1):
+                i: int = p.source[a]
+                if size + begin[i + 1] - begin[i] > len(here.t):
+                    here = _wider(here, size, size + begin[i + 1] - begin[i])
+                room = min(_room(p, i, j), most[j] - p.cached[a])
                 for s in range(begin[i], begin[i + 1]):
-                    if all_m[s] > room:
+                    if every.m[s] > room:
                         break
-                    t, m = all_t[s] + gain[a], all_m[s] + cached[a]
-                    if t + bound[j, min(int(m / width), num_cells - 1)] > limit:
-                        continue
-                    low, high = 0, size  # the first state here with more memory
-                    while low < high:
-                        middle = (low + high) >> 1
-                        if here_m[middle] > m:
-                            high = middle
-                        else:
-                            low = middle + 1
-                    if low > 0 and here_t[low - 1] <= t:
-                        continue
-                    if low > 0 and here_m[low - 1] == m:
-                        low -= 1
-                    end = low  # what the new state dominates stands in low to end
-                    while end < size and here_t[end] >= t:
-                        end += 1
-                    if end == low:
-                        if size == room_here:
-                            room_here *= 2
-                            old_t, old_m, old_p = here_t, here_m, here_p
-                            here_t = np.empty(room_here, np.float64)
-                            here_m = np.empty(room_here, np.float64)
-                            here_p = np.empty(room_here, np.int64)
-                            here_t[:size] = old_t
-                            here_m[:size] = old_m
-                            here_p[:size] = old_p
-                        for q in range(size, low, -1):
-                            here_t[q], here_m[q], here_p[q] = here_t[q - 1], here_m[q - 1], here_p[q - 1]
-                        size += 1
-                    elif end > low + 1:
-                        gone = end - low - 1
-                        for q in range(end, size):
-                            here_t[q - gone], here_m[q - gone], here_p[q - gone] = here_t[q], here_m[q], here_p[q]
-                        size -= gone
-                    here_t[low], here_m[low], here_p[low] = t, m, s
+                    t, m = every.t[s] + p.gain[a], every.m[s] + p.cached[a]
+                    if t + bound[j, min(int(m / width), num_cells - 1)] <= limit:
+                        size = _insert(here, size, t, m, s)
         at = begin[j]
-        if at + size > capacity:
-            capacity = 2 * capacity + size
-            wide_t = np.empty(capacity, np.float64)
-            wide_m = np.empty(capacity, np.float64)
-            wide_p = np.empty(capacity, np.int64)
-            wide_t[:at] = all_t[:at]
-            wide_m[:at] = all_m[:at]
-            wide_p[:at] = parent[:at]
-            all_t, all_m, parent = wide_t, wide_m, wide_p
-        all_t[at : at + size] = here_t[:size]
-        all_m[at : at + size] = here_m[:size]
-        parent[at : at + size] = here_p[:size]
         begin[j + 1] = at + size
-    end = begin[count]
-    return all_t[:end], all_m[:end], parent[:end], begin
+        if at + size > len(every.t):
+            every = _wider(every, at, at + size)
+        every.t[at : at + size] = here.t[:size]
+        every.m[at : at + size] = here.m[:size]
+        every.parent[at : at + size] = here.parent[:size]
+    return every, begin
+
+
+@njit
+def _states(size: int) -> States:
+    return States(np.empty(size), np.empty(size), np.empty(size, np.int64))
+
+
+@njit
+def _wider(states: States, size: int, needed: int) -> States:
+    """The first `size` states with room for more than as many as are needed."""
+    wider = _states(2 * needed)
+    wider.t[:size] = states.t[:size]
+    wider.m[:size] = states.m[:size]
+    wider.parent[:size] = states.parent[:size]
+    return wider
+
+
+@njit
+def _insert(front: States, size: int, t: float, m: float, parent: int) -> int:
+    """Adds a state to the `size` of a front unless one of them is as good, drops those that it beats; the new size."""
+    low, high = 0, size  # the first state with more memory
+    while low < high:
+        middle = (low + high) >> 1
+        if front.m[middle] > m:
+            high = middle
+        else:
+            low = middle + 1
+    if low > 0 and front.t[low - 1] <= t:
+        return size
+    if low > 0 and front.m[low - 1] == m:
+        low -= 1
+    end = low  # what the new state dominates stands in low to end
+    while end < size and front.t[end] >= t:
+        end += 1
+    if end == low:
+        for q in range(size, low, -1):
+            _move(front, q - 1, q)
+    else:
+        for q in range(end, size):
+            _move(front, q, q + low + 1 - end)
+    front.t[low], front.m[low], front.parent[low] = t, m, parent
+    return size + low + 1 - end
+
+
+@njit
+def _move(front: States, place: int, to: int) -> None:
+    front.t[to], front.m[to], front.parent[to] = front.t[place], front.m[place], front.parent[place]

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ...schedules.edges import topological_order
+
 Family = Literal["all", "pruned"]
 
 MAXIMUM_LOWER_SETS = 1 << 16
@@ -44,32 +46,7 @@ class LowerSetProblem:
             for v, cost in enumerate(costs):
                 if not 0 <= cost < float("inf"):
                     raise ValueError(f"{label}[{v}] is {cost}, but a cost is finite and not negative")
-        for v, w in self.edges:
-            if not (0 <= v < count and 0 <= w < count):
-                raise ValueError(f"edge ({v}, {w}) names a node that does not exist; the nodes are 0 to {count - 1}")
         topological_order(count, self.edges)
-
-
-def topological_order(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """The nodes in an order in which every edge points forward.
-
-    Raises:
-        ValueError: The edges make a cycle.
-    """
-    readers: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    for v, w in edges:
-        readers[v].append(w)
-        missing[w] += 1
-    order = [v for v in range(count) if not missing[v]]
-    for v in order:
-        for w in readers[v]:
-            missing[w] -= 1
-            if not missing[w]:
-                order.append(w)
-    if len(order) < count:
-        raise ValueError(f"the edges make a cycle through {count - len(order)} of {count} nodes")
-    return order
 
 
 def masks(count: int, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import floor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .kernel import bounds, fronts, least_cached, most_cached
+from ...schedules.compiled import Floats, Ints
+from .kernel import Steps, bounds, fronts, least_cached, most_cached
 from .table import LowerSetTable
 
 Objective = Literal["time", "memory"]
@@ -30,57 +32,47 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
 
     Reference: Kusumoto et al. 2019, Algorithm 1 (with max in place of min at line 15 for `"memory"`).
     """
-    arcs, count = table.arcs, len(table.masks)
-    if count == 1:
+    if len(table.masks) == 1:
         return []
     # Equation (2) has less than six terms of M(V); memory comes in whole units.
-    budget_units = float(floor(min(budget_units, 6 * float(table.memory[-1]) + 1)))
-    steps = (arcs.source, arcs.cached, arcs.start, table.memory, table.beyond, budget_units)
-    least = least_cached(*steps)
+    steps = _steps(table, float(floor(min(budget_units, 6 * float(table.memory[-1]) + 1))))
+    least = least_cached(steps)
     if least[-1] == np.inf:
         return None
-    most = most_cached(*steps)
-    gain = arcs.overhead if objective == "time" else -arcs.overhead
-    width, bound = _bounds(table, gain, budget_units, least, most)
+    most = most_cached(steps)
+    if objective == "memory":
+        steps = steps._replace(gain=-steps.gain)
+    width, bound = _bounds(steps, least, most)
     lowest, total = float(bound[0, 0]), table.total_time
-    limited = (arcs.source, arcs.cached, gain, arcs.start, table.memory, table.beyond, budget_units, least, most)
     share = 0.0  # enough where the bound is exact
     while True:
         # The slack beyond the share covers the rounding of some thousand sums in single precision.
         limit = lowest + (share + _ROUNDING) * total if share < 2 else np.inf
-        t, _, parent, begin = fronts(*limited, bound, width, limit)
+        states, begin = fronts(steps, least, most, bound, width, limit)
         if begin[-2] < begin[-1]:
-            return _trace(parent, begin, int(begin[-2] + np.argmin(t[begin[-2] :])))
+            return _trace(states.parent, begin, int(begin[-2] + np.argmin(states.t[begin[-2] : begin[-1]])))
         assert share < 2, "a feasible budget has a sequence"
         share = max(2 * share, 0.0005)
 
 
-def _bounds(table: LowerSetTable, gain: Any, budget_units: float, least: Any, most: Any) -> tuple[float, Any]:
-    arcs, count = table.arcs, len(table.masks)
-    largest = min(float(most[:-1].max()), float(table.memory[-1]))  # the cache is part of V
-    affordable = min(_CELL_ROWS / count, _CELL_ARCS / max(1, len(arcs.source)))
+def _steps(table: LowerSetTable, budget_units: float) -> Steps:
+    arcs = table.arcs
+    return Steps(arcs.source, arcs.cached, arcs.start, arcs.overhead, table.memory, table.beyond, budget_units)
+
+
+def _bounds(steps: Steps, least: Floats, most: Floats) -> tuple[float, NDArray[np.float32]]:
+    count = len(steps.memory)
+    largest = min(float(most[:-1].max()), float(steps.memory[-1]))  # the cache is part of V
+    affordable = min(_CELL_ROWS / count, _CELL_ARCS / max(1, len(steps.source)))
     num_cells = int(min(_MOST_CELLS, max(_FEWEST_CELLS, affordable)))
     num_cells = min(num_cells, int(largest) + 2)  # a cell for each unit makes the bound exact
     width = max(1.0, largest / max(1, num_cells - 2))
     most = np.minimum(most, largest)
     most[count - 1] = np.inf
-    bound = bounds(
-        arcs.source,
-        arcs.cached,
-        gain,
-        arcs.start,
-        table.memory,
-        table.beyond,
-        budget_units,
-        least,
-        most,
-        num_cells,
-        width,
-    )
-    return width, bound
+    return width, bounds(steps, least, most, num_cells, width)
 
 
-def _trace(parent: Any, begin: Any, position: int) -> list[int]:
+def _trace(parent: Ints, begin: Ints, position: int) -> list[int]:
     """The rows from the first lower set after ∅ to V, back from a state of V."""
     rows: list[int] = []
     while parent[position] >= 0:
@@ -91,12 +83,9 @@ def _trace(parent: Any, begin: Any, position: int) -> list[int]:
 
 def least_budget_units(table: LowerSetTable) -> int:
     """The smallest budget, in the table's units, for which there is a sequence: bisection over an exact test."""
-    arcs = table.arcs
 
     def is_enough(budget: int) -> bool:
-        return bool(
-            least_cached(arcs.source, arcs.cached, arcs.start, table.memory, table.beyond, float(budget))[-1] < np.inf
-        )
+        return bool(least_cached(_steps(table, float(budget)))[-1] < np.inf)
 
     low, high = -1, int(2 * table.memory[-1])  # the one step ∅ → V needs 2·M(V)
     while high - low > 1:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .kernel import Arcs, list_arcs
+from ...schedules.compiled import Floats, Ints, Small
+from .kernel import Arcs, Family, Words, list_arcs
 from .lower_sets import LowerSetProblem, ancestors, masks, members
 
 _EXACT = 1 << 52  # integers up to here are exact as floats, with a bit to spare
@@ -32,8 +33,8 @@ class LowerSetTable:
     """
 
     masks: tuple[int, ...]
-    memory: Any
-    beyond: Any
+    memory: Floats
+    beyond: Floats
     arcs: Arcs
     unit: Fraction
     total_time: float
@@ -72,27 +73,26 @@ def tabulate(problem: LowerSetProblem, family: Sequence[int], *, is_complete: bo
     units, unit = _in_units(problem.memories)
     times = np.array(problem.times, dtype=np.float64)
     memory = inside @ units
-    before_masks, after = masks(count, problem.edges)
-    del before_masks
+    _, after = masks(count, problem.edges)
     depends = ancestors(count, problem.edges)
     leaking = [sum(1 << v for v in members(depends[b]) if after[v] & ~depends[b]) for b in range(count)]
     arcs = list_arcs(
-        words,
-        _packed(boundary, num_words),
-        *_listed(boundary),
-        inside @ times,
-        times,
-        units,
-        _words(depends, num_words),
-        _words(leaking, num_words),
-        is_complete,
+        Family(
+            words,
+            _packed(boundary, num_words),
+            *_listed(boundary),
+            inside @ times,
+            times,
+            units,
+            _words(depends, num_words),
+            _words(leaking, num_words),
+            is_complete,
+        )
     )
-    return LowerSetTable(
-        tuple(family), memory, readers @ units + siblings @ units, Arcs(*arcs), unit, float(times.sum())
-    )
+    return LowerSetTable(tuple(family), memory, readers @ units + siblings @ units, arcs, unit, float(times.sum()))
 
 
-def _in_units(memories: Sequence[float]) -> tuple[Any, Fraction]:
+def _in_units(memories: Sequence[float]) -> tuple[Floats, Fraction]:
     """Memories rounded up to whole units, as floats, with the unit; no rounding where all are integers."""
     exact = [Fraction(m) for m in memories]
     total = sum(exact, Fraction(0))
@@ -106,19 +106,19 @@ def _in_units(memories: Sequence[float]) -> tuple[Any, Fraction]:
     return np.array([float(-floor(-m / unit)) for m in exact], dtype=np.float64), unit
 
 
-def _words(sets: Sequence[int], num_words: int) -> Any:
+def _words(sets: Sequence[int], num_words: int) -> Words:
     data = b"".join(mask.to_bytes(8 * num_words, "little") for mask in sets)
     return np.frombuffer(data, dtype=np.uint64).reshape(len(sets), num_words)
 
 
-def _packed(inside: Any, num_words: int) -> Any:
+def _packed(inside: NDArray[np.bool_], num_words: int) -> Words:
     packed = np.zeros((len(inside), 8 * num_words), dtype=np.uint8)
     bits = np.packbits(inside, axis=1, bitorder="little")
     packed[:, : bits.shape[1]] = bits
     return packed.view(np.uint64)
 
 
-def _listed(inside: Any) -> tuple[Any, Any]:
+def _listed(inside: NDArray[np.bool_]) -> tuple[Small, Ints]:
     """The members of each row one after the other, and where each row begins."""
     rows, columns = np.nonzero(inside)
     starts = np.zeros(len(inside) + 1, dtype=np.int64)

@@ -24,7 +24,8 @@ from lightning_remat import Graph, Plan, Schedule
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.feng import Reforwarding, solve, storage_problem
-from lightning_remat.schedules.storages import articulation_points, merge_views, nodes_of
+from lightning_remat.schedules.edges import articulation_points
+from lightning_remat.schedules.storages import merge_views, nodes_of
 from remat_recipes.papers.fake_network import lowest, planned, replayed, without_parameters
 from remat_recipes.papers.published import printed
 from remat_recipes.papers.sheets import Sheet, publish

@@ -22,7 +22,8 @@ from lightning_remat import Graph, Plan
 from lightning_remat.planners._lower_sets.canonical import lower_sequence
 from lightning_remat.planners.chen import search
 from lightning_remat.planners.kusumoto import LowerSetProblem, minimum_budget, solve
-from lightning_remat.schedules.storages import StorageGraph, articulation_points, merge_views
+from lightning_remat.schedules.edges import articulation_points
+from lightning_remat.schedules.storages import StorageGraph, merge_views
 from remat_recipes.papers.fake_network import HOW_SECONDS, FakeNetwork, lowest, planned, replayed
 from remat_recipes.papers.published import printed
 from remat_recipes.papers.sheets import Sheet, publish

@@ -1,0 +1,99 @@
+"""Who reads what: the readers of every value, and the runs without which a value is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .arrays import GraphArrays
+from .compiled import Flags, Ints, njit
+from .graph import Graph
+
+
+def readers(graph: Graph) -> list[list[int]]:
+    """For each node those whose run reads its output, ascending; a view of it is one of them."""
+    found: list[list[int]] = [[] for _ in graph.nodes]
+    for n, read in enumerate(graph.reads):
+        for i in dict.fromkeys(read):
+            found[i].append(n)
+    return found
+
+
+def storage_readers(graph: Graph) -> list[list[int]]:
+    """For each node that owns its storage those whose run reads its output or a view of it, ascending."""
+    found: list[list[int]] = [[] for _ in graph.nodes]
+    for n, read in enumerate(graph.reads):
+        for root in dict.fromkeys(graph.roots[i] for i in read):
+            found[root].append(n)
+    return found
+
+
+def last_reads(graph: Graph) -> list[int]:
+    """For each root the last node whose run reads its output or a view of it; itself where there is none."""
+    return [max(found, default=n) for n, found in enumerate(storage_readers(graph))]
+
+
+def members(graph: Graph) -> list[list[int]]:
+    """For each root itself and the views of it."""
+    found: list[list[int]] = [[] for _ in graph.nodes]
+    for n, root in enumerate(graph.roots):
+        found[root].append(n)
+    return found
+
+
+def saved_roots(graph: Graph) -> set[int]:
+    """The nodes whose storage some backward reads."""
+    return {graph.roots[i] for node in graph.nodes for i in node.saved}
+
+
+def needed_runs(graph: Graph, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:
+    """The nodes to run, in order, so that all of `wanted` are run: those, and what they read that is not there."""
+    needed: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        n = stack.pop()
+        if n not in needed:
+            needed.add(n)
+            stack += [i for i in graph.reads[n] if not is_there(i)]
+    return sorted(needed)
+
+
+@njit
+def mark_needed(arrays: GraphArrays, outputs: Flags | Ints, is_needed: Flags, highest: int, pending: int) -> int:
+    """As `needed_runs`: marks what the marked nodes, `pending` many up to `highest`, need; the lowest of all.
+
+    `outputs` are 0 where nothing is resident. Where nothing is marked, the result lies above `highest`.
+    """
+    # Inputs have lower indices, so one way down finds all that is to run.
+    lowest = highest + 1
+    while pending > 0:
+        lowest -= 1
+        if is_needed[lowest]:
+            pending -= 1
+            for k in range(arrays.read_start[lowest], arrays.read_start[lowest + 1]):
+                i = arrays.read[k]
+                if not outputs[i] and not is_needed[i]:
+                    is_needed[i] = True
+                    pending += 1
+    return lowest
+
+
+@njit
+def mark_missing(
+    arrays: GraphArrays, n: int, outputs: Flags | Ints, tapes: Flags | Ints, is_needed: Flags
+) -> tuple[int, int]:
+    """Marks the nodes to run before the backward of `n`; the lowest and the highest of them, the lowest above if none.
+
+    `outputs` and `tapes` are 0 where nothing is resident.
+    """
+    highest, pending = -1, 0
+    for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+        i = arrays.saved[k]
+        if not outputs[i] and not is_needed[i]:
+            is_needed[i] = True
+            pending += 1
+            highest = max(highest, i)
+    if arrays.tape_bytes[n] > 0 and not tapes[n] and not is_needed[n]:
+        is_needed[n] = True
+        pending += 1
+        highest = n
+    return mark_needed(arrays, outputs, is_needed, highest, pending), highest

@@ -1,0 +1,48 @@
+"""Plans the graphs that are named as arguments, one after the other, by every planner; prints what each answered."""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, simulate
+from lightning_remat.lowering import lower_kept
+
+OPTIONS: dict[str, dict[str, Any]] = {"auto": {"effort": 0.05}}
+
+
+def block(n: int) -> tuple[Node, ...]:
+    """Four operations with a skip, a view and a tape; every block is of another size."""
+    size = 40 + 7 * n
+    before = (4 * n - 1,) if n else ()
+    return (
+        Node(f"conv{n}", "conv2d", before, before, size, 0, 5.0 + n, 10.0 + n, forward_workspace_bytes=9),
+        Node(f"norm{n}", "batch_norm", (4 * n,), (4 * n,), size, 3, 1.0, 2.0, parameter_bytes=4),
+        Node(f"view{n}", "view", (4 * n + 1,), storage_of=4 * n + 1, forward_seconds=0.1),
+        Node(f"add{n}", "add", (4 * n, 4 * n + 2), (4 * n + 3,), size // 2, 0, 0.5, 0.5),
+    )
+
+
+NET = Graph(tuple(node for n in range(6) for node in block(n)), input_bytes=5, outputs=(23,))
+GRAPHS = {
+    "net": NET,
+    "doubled": replace(NET, nodes=tuple(replace(n, output_bytes=2 * n.output_bytes) for n in NET.nodes)),
+    "slower": replace(NET, nodes=tuple(replace(n, forward_seconds=9 - n.forward_seconds / 2) for n in NET.nodes)),
+}
+
+
+def answer(planner: str, graph: Graph, share: float) -> str:
+    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
+    try:
+        return str(PLANNERS[planner](graph, int(share * plain.peak_bytes), **OPTIONS.get(planner, {})))
+    except InfeasibleBudgetError as error:
+        return f"at least {error.minimum_bytes}"
+
+
+if __name__ == "__main__":
+    answers: dict[str, dict[str, list[str]]] = {planner: {} for planner in PLANNERS}
+    for name in sys.argv[1:]:
+        budget, graph = name.split("@")
+        for planner, found in answers.items():
+            found.setdefault(name, []).append(answer(planner, GRAPHS[graph], int(budget) / 100))
+    print(json.dumps(answers))
