@@ -4,6 +4,9 @@ Libraries compute otherwise under `torch.compile`: a scan in place of a loop, a 
 The results differ in bits, so whoever asks with tensors or modules at hand is told that nothing is compiled. Who has
 none is told the truth, as it only avoids what cannot be captured: a context variable, a warning. So is PyTorch's own
 code, whose other ways are often the only ones that can be captured.
+
+Nor is what numpy computes captured, as TorchDynamo would let torch compute it: other sums, other random numbers. Only
+single numbers made of constants are taken from numpy itself; everything else divides the forward there.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo import external_utils
@@ -22,6 +26,7 @@ from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
     NNModuleVariable,
+    NumpyVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
@@ -43,6 +48,9 @@ _QUESTIONS: tuple[Any, ...] = (
     torch._utils.is_compiling,
     external_utils.is_compiling,
 )
+
+_OF_CONSTANTS = (np.prod, np.sum, np.mean, np.max, np.min, np.round)
+"""Of numpy's functions, beside those that take single numbers, what sizes and settings are computed with."""
 
 _here = threading.local()
 
@@ -116,7 +124,21 @@ def _has_tensors_or_modules(values: Iterable[Any]) -> bool:
     return False
 
 
+def _call_numpy(truth: Callable[..., Any], function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of numpy returns in a frame that is captured."""
+    is_known = isinstance(function.value, np.ufunc) or function.value in _OF_CONSTANTS
+    given = [*args, *kwargs.values()]
+    if getattr(_here, "is_hidden", False) and is_known and all(value.is_python_constant() for value in given):
+        named = {name: value.as_python_constant() for name, value in kwargs.items()}
+        made = function.value(*(value.as_python_constant() for value in args), **named)
+        if isinstance(made, (np.bool_, np.integer, np.float64)):
+            return ConstantVariable.create(made.item())
+    return truth(function, frame, args, kwargs)
+
+
 def _install() -> None:
+    truth = NumpyVariable.call_function
+    NumpyVariable.call_function = lambda self, tx, args, kwargs: _call_numpy(truth, self, tx, args, kwargs)
     handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in _QUESTIONS:
         handlers[question] = partial(_answer, handlers[question])
