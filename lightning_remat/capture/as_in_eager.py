@@ -5,8 +5,8 @@ The results differ in bits, so whoever asks with tensors or modules at hand is t
 none is told the truth, as it only avoids what cannot be captured: a context variable, a warning. So is PyTorch's own
 code, whose other ways are often the only ones that can be captured.
 
-Nor is what numpy computes captured, as TorchDynamo would let torch compute it: other sums, other random numbers. Only
-single numbers made of constants are taken from numpy itself; everything else divides the forward there.
+Nor are functions of numpy captured, as TorchDynamo would let torch compute them: other sums, other random numbers.
+Numbers that are made of constants alone are taken from numpy itself; everything else divides the forward there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, partialmethod
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo import external_utils
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
     NNModuleVariable,
+    NumpyNdarrayVariable,
     NumpyVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
@@ -51,6 +53,9 @@ _QUESTIONS: tuple[Any, ...] = (
 
 _OF_CONSTANTS = (np.prod, np.sum, np.mean, np.max, np.min, np.round)
 """Of numpy's functions, beside those that take single numbers, what sizes and settings are computed with."""
+
+_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "item", "reshape", "tolist", "transpose")
+"""Methods of arrays that compute nothing."""
 
 _here = threading.local()
 
@@ -128,17 +133,37 @@ def _call_numpy(truth: Callable[..., Any], function: Any, frame: Any, args: Any,
     """What a function of numpy returns in a frame that is captured."""
     is_known = isinstance(function.value, np.ufunc) or function.value in _OF_CONSTANTS
     given = [*args, *kwargs.values()]
-    if getattr(_here, "is_hidden", False) and is_known and all(value.is_python_constant() for value in given):
+    if not getattr(_here, "is_hidden", False):
+        return truth(function, frame, args, kwargs)
+    if is_known and all(value.is_python_constant() for value in given):
         named = {name: value.as_python_constant() for name, value in kwargs.items()}
         made = function.value(*(value.as_python_constant() for value in args), **named)
         if isinstance(made, (np.bool_, np.integer, np.float64)):
             return ConstantVariable.create(made.item())
-    return truth(function, frame, args, kwargs)
+    _divide_at(f"numpy.{getattr(function.value, '__name__', function.value)}")
+
+
+def _call_array(truth: Callable[..., Any], array: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What a method of an array of numpy's returns in a frame that is captured."""
+    if getattr(_here, "is_hidden", False) and name not in _MOVES:
+        _divide_at(f"numpy.ndarray.{name}")
+    return truth(array, frame, name, args, kwargs)
+
+
+def _divide_at(what: str) -> NoReturn:
+    unimplemented(gb_type=f"{what} has other bits in torch:", context=what, explanation="it runs as it is.", hints=[])
+
+
+def _answered(self: Any, answer: Callable[..., Any], truth: Callable[..., Any], *args: Any) -> Any:
+    return answer(truth, self, *args)
 
 
 def _install() -> None:
-    truth = NumpyVariable.call_function
-    NumpyVariable.call_function = lambda self, tx, args, kwargs: _call_numpy(truth, self, tx, args, kwargs)
+    for kind, method, answer in (
+        (NumpyVariable, "call_function", _call_numpy),
+        (NumpyNdarrayVariable, "call_method", _call_array),
+    ):
+        setattr(kind, method, partialmethod(_answered, answer, getattr(kind, method)))
     handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in _QUESTIONS:
         handlers[question] = partial(_answer, handlers[question])

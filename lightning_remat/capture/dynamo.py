@@ -44,7 +44,6 @@ _SETTINGS: dict[str, Any] = {
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
-    "trace_numpy": False,  # else torch computes what numpy does, with other bits
 }
 
 _MOST_GRAPHS = 16
