@@ -21,7 +21,7 @@ from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
-from ..module_state.preserve import preserved
+from ..module_state.preserve import preserved, record_values
 from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
@@ -143,19 +143,25 @@ class PlainTrial:
         self.batch_size = batch_size_of(batch)
         self.num_devices = dist.get_world_size() if has_units(module) else 1
         self._batch = self.batch_size, batch
+        self._put_back_batches = [record_values(tensors_in(batch))]
         self.device: torch.device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Nothing that the block does to module, optimizers or random states stays."""
+        """Nothing that the block does to module, optimizers, batch or random states stays."""
         settle(self.module)  # before it is recorded
         with preserved([self.module], self.optimizers), settled(self.module), torch.enable_grad():
-            yield
+            try:
+                yield
+            finally:
+                for put_back in self._put_back_batches:
+                    put_back()
 
     def batch_of(self, batch_size: int) -> Any:
         """The batch, repeated or cut to that size."""
         if self._batch[0] != batch_size:
             self._batch = batch_size, resized(self.batch, batch_size)
+            self._put_back_batches[1:] = [record_values(tensors_in(self._batch[1]))]
         return self._batch[1]
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:

@@ -47,7 +47,7 @@ class Settings:
     on_infeasible: Literal["raise", "minimum", "plain"] = "raise"
     on_oom: Literal["raise", "replan"] = "raise"
     modules: Sequence[Any] | None = None
-    self_check: bool = False
+    self_check: bool = True
     report_dir: str | Path | None = None
     gather_bandwidth: Bandwidth | None = None
 

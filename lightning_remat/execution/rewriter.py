@@ -95,14 +95,14 @@ class _Rewritten:
         left: Iterable[CapturedGraph] = (),
     ) -> None:
         self.plan, self.parts, self.planner = plan, parts, planner
-        self.watch: Watch | None = None
+        self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._lock = threading.Lock()
-        self._programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
+        self.programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
         self._num_plans = 0
         self._has_warned = False
         for program, part in parts:
             graph = cast(CapturedGraph, program.traced.captured)
-            self._programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
+            self.programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's results, by the program of the graph that TorchDynamo's guards choose.
@@ -114,12 +114,15 @@ class _Rewritten:
         return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Any:
-        if graph not in self._programs:
+        if graph not in self.programs:
             with self._lock:
-                if graph not in self._programs:
-                    self._programs[graph] = self._program_for(call, graph, values)
-        program = self._programs[graph]
-        return graph.module(*values) if program is None else run_forward(program, values, self.watch)
+                if graph not in self.programs:
+                    self.programs[graph] = self._program_for(call, graph, values)
+        program = self.programs[graph]
+        if program is None:
+            return graph.module(*values)
+        self.ran.add(program)
+        return run_forward(program, values, self.watch)
 
     def _program_for(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations."""
@@ -306,16 +309,25 @@ def current_plan(module: nn.Module) -> Plan | None:
 
 
 @contextmanager
-def watched(module: nn.Module, watch: Watch) -> Generator[None]:
-    """What the programs of the module and its submodules run inside is told to `watch`."""
-    states: list[_Rewritten] = [vars(m)[_STATE] for m in module.modules() if _STATE in vars(m)]
+def watched(module: nn.Module, watch: Watch | None = None) -> Generator[set[Program]]:
+    """What the programs of the module and its submodules run inside is told to `watch`; the programs that run."""
+    states, ran = _states(module), set[Program]()
     for state in states:
-        state.watch = watch
+        state.watch, state.ran = watch, ran
     try:
-        yield
+        yield ran
     finally:
         for state in states:
             state.watch = None
+
+
+def programs_in(module: nn.Module) -> set[Program]:
+    """The programs by which the module and its submodules run."""
+    return {p for state in _states(module) for p in state.programs.values() if p is not None}
+
+
+def _states(module: nn.Module) -> list[_Rewritten]:
+    return [vars(m)[_STATE] for m in module.modules() if _STATE in vars(m)]
 
 
 class Rewriting:

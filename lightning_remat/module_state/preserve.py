@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .random_state import RandomState, generator_of, preserved_random
 from .recorded_values import Recorder, Undo
@@ -63,6 +64,23 @@ def record(
         with torch.no_grad(), ExitStack() as stack:  # every undo runs, even where another one fails
             for restore in undo:
                 stack.callback(restore)
+
+    return put_back
+
+
+def record_values(tensors: Iterable[Tensor]) -> Undo:
+    """What gives tensors of which no module is in charge (a batch) the values that they have now.
+
+    It writes only where something has changed, since such memory may not be ours to write.
+    """
+    strided = [t.detach() for t in tensors if t.layout is torch.strided and not t.is_nested]
+    before = [(t, t.to("cpu", copy=True)) for t in strided if not isinstance(t, FakeTensor)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for t, value in before:
+                if not torch.equal(t.cpu(), value):
+                    t.copy_(value)
 
     return put_back
 

@@ -1,24 +1,39 @@
-"""Compares a step by a plan with the plain one, bit by bit, and names the first operation that differs."""
+"""Compares steps by a plan with plain ones, bit by bit, and names the first operation that differs."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..execution.rewriter import Rewriting, watched
+from ..execution.rewriter import Rewriting, programs_in, watched
 from ..measure.out_of_memory import is_out_of_memory
-from ..module_state.agreement import all_ranks
+from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import local_part
 from ..operations.saved_tensors import tensors_of
 
-Outcome = Mapping[str, Tensor]
-"""What a step produces, by name: losses or outputs, gradients, buffers, random states."""
+logger = logging.getLogger("lightning_remat")
+
+Outcome = Mapping[str, bytes]
+"""What a step produces (losses or outputs, gradients, buffers, random states): by name, the `fingerprint` of each."""
+
+Run = Callable[[], Outcome]
+"""Runs one step and undoes it, random states included."""
+
+Agree = Callable[[int], int]
+"""The least of all processes' numbers."""
+
+
+def alone(value: int) -> int:
+    """`Agree` of a process that is alone."""
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,63 +43,134 @@ class Difference:
     Attributes:
         what: The first result that differs, or the error that only the planned step raises.
         node: The first operation whose recomputation makes something else than its first run; None if none does.
+        when: In which step, where that is not the one that comes next.
     """
 
     what: str
     node: str | None
+    when: str = ""
 
     def __str__(self) -> str:
         where = "every operation repeats itself"
         if self.node is not None:
             where = f"first differing node {self.node!r}: its recomputation makes something else than its first run"
-        return f"a planned step differs from the plain one in its {self.what} ({where})"
+        when = f" {self.when}" if self.when else ""
+        return f"a planned step{when} differs from the plain one in its {self.what} ({where})"
 
 
-def find_difference(module: nn.Module, run: Callable[[], Outcome], *, num_steps: int = 3) -> Difference | None:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What became of one step.
+
+    Attributes:
+        by_plan: Whether it was compared, and all of the plan took part in it, in every process.
+        difference: What this process found.
+        differs: Whether any process found something.
+    """
+
+    by_plan: bool
+    difference: Difference | None = None
+    differs: bool = False
+
+
+def find_difference(module: nn.Module, run: Run, *, num_steps: int = 3) -> Difference | None:
     """What steps by the module's plan do otherwise than plain steps; None if nothing. The plan stays installed.
 
     Args:
         module: Rewritten, as a whole or in parts.
-        run: Runs one step and undoes it, random states included.
+        run: Runs one step and undoes it.
         num_steps: How many steps are compared, each with random numbers of its own.
     """
     for seed in range(num_steps):
         with preserved_random():
             if seed:
                 torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
-            difference = _difference_in_step(module, run)
-        # No process goes on with steps that another one does not run.
-        found = [d for d in (difference, *all_ranks(module, difference)) if d is not None]
-        if found:
-            return found[0]
+            found = compared(module, run, agree=lambda value: min(all_ranks(module, value)), may_vary=False)
+        if found.differs:
+            return next(d for d in (found.difference, *all_ranks(module, found.difference)) if d is not None)
     return None
 
 
-def _difference_in_step(module: nn.Module, run: Callable[[], Outcome]) -> Difference | None:
+def compared(module: nn.Module, run: Run, *, when: str = "", agree: Agree = alone, may_vary: bool = True) -> Compared:
+    """One step by the module's plan beside the plain one; the plan stays installed.
+
+    A step that does not fit, that raises without a plan, too, or in which nothing runs by a plan is not compared.
+
+    Args:
+        module: Rewritten, as a whole or in parts.
+        run: Runs the step and undoes it.
+        when: Which step it is, for the message.
+        agree: Lets all processes that run the step do the same.
+        may_vary: Whether nothing is said of a step whose plain runs differ from each other.
+    """
+    programs = programs_in(module)
+    with _unlearned(module), watched(module) as ran:
+        planned = _outcome(module, run)
+    # Where nothing ran by a plan both are plain; what does not fit cannot be compared.
+    if agree(int(planned is not None)) == 0 or agree(-len(ran)) == 0:
+        return Compared(by_plan=False)
+    plain = _plain(module, run)
+    if agree(int(plain is not None and _COURSE not in plain)) == 0:
+        return Compared(by_plan=False)
+    what = _unlike(plain, planned)
+    by_plan = agree(int(ran == programs)) == 1
+    if agree(int(what is None)) == 1:
+        return Compared(by_plan)
+    if may_vary and agree(int(_repeats_itself(module, run, plain))) == 0:
+        logger.info("a step is not compared with the planned one: its plain runs differ from each other")
+        return Compared(by_plan)
     watch = RunWatch()
-    planned: Outcome = {}
-    error: Exception | None = None
+    with _unlearned(module), watched(module, watch):
+        again = _outcome(module, run)
+    if may_vary and agree(int(_unlike(plain, again) is None)) == 1:
+        logger.info("a planned step differed from the plain one in its %s, and did not when it was run again", what)
+        return Compared(by_plan)
+    node = watch.unlike[0] if watch.unlike else None
+    return Compared(by_plan, None if what is None else Difference(what, node, when), differs=True)
+
+
+_COURSE = "course"
+"""The one result of a step that raises."""
+
+
+def _outcome(module: nn.Module, run: Run) -> Outcome | None:
+    """What a step produces, or that it raises an error; None if it does not fit."""
     try:
-        with watched(module, watch):
-            planned = run()
-    except Exception as failure:
-        if is_out_of_memory(failure):
-            raise
-        error = failure
-    try:
-        with Rewriting(module).suspended():
-            plain = run()
-    except Exception as failure:
-        if is_out_of_memory(failure):
-            return None  # what does not fit cannot be compared with
+        return together(module, run, is_out_of_memory)
+    except OtherRankError:
         raise
-    if error is not None:
-        what = f"course: {type(error).__name__}: {error}"
-    else:
-        what = next((name for name in {**plain, **planned} if not _same(plain.get(name), planned.get(name))), None)
-    if what is None:
-        return None
-    return Difference(what, watch.unlike[0] if watch.unlike else None)
+    except Exception as error:
+        return None if is_out_of_memory(error) else {_COURSE: f"{type(error).__name__}: {error}".encode()}
+
+
+def _plain(module: nn.Module, run: Run) -> Outcome | None:
+    with Rewriting(module).suspended():
+        return _outcome(module, run)
+
+
+def _repeats_itself(module: nn.Module, run: Run, plain: Outcome | None) -> bool:
+    others = [_plain(module, run) for _ in range(2)]  # every process runs both
+    return all(_unlike(plain, other) is None for other in others)
+
+
+@contextmanager
+def _unlearned(module: nn.Module) -> Generator[None]:
+    """What programs learn inside, from a step of another size, is forgotten."""
+    before = [(program, dict(program.learned)) for program in programs_in(module)]
+    try:
+        yield
+    finally:
+        for program, learned in before:
+            program.learned.clear()
+            program.learned.update(learned)
+
+
+def _unlike(plain: Outcome | None, other: Outcome | None) -> str | None:
+    """What of two outcomes is not the same; None if nothing."""
+    plain, other = plain or {}, other or {}
+    if _COURSE in other:
+        return f"{_COURSE}: {other[_COURSE].decode()}"
+    return next((name for name in {**plain, **other} if plain.get(name) != other.get(name)), None)
 
 
 class RunWatch:
@@ -114,16 +200,16 @@ class RunWatch:
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """A hash of the bits of a tensor's values, its shape and its type."""
+    """A hash of the bits of a tensor's values, its shape and its type; of a distributed one, of the part that is here.
+
+    What is not a number is alike.
+    """
     with torch.no_grad(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-        data = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
-        head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-        return hashlib.blake2b(data.numpy().tobytes(), key=head[:64], digest_size=16).digest()
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    a, b = local_part(a), local_part(b)
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        here = local_part(tensor).detach()
+        dense = here if here.layout is torch.strided else here.to_dense()
+        dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
+        if dense.itemsize > 1 and (dense != dense).any():
+            dense = torch.where(dense == dense, dense, torch.nan)
+        head = f"{tuple(dense.shape)} {dense.dtype}".encode()
+        data = dense.reshape(-1).view(torch.uint8).numpy().data
+        return hashlib.blake2b(data, key=head[:64], digest_size=16).digest()

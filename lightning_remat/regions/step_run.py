@@ -26,6 +26,7 @@ from ..module_state.sharding import has_units, settle, settled
 from ..profiling.accumulation import copied_as_accumulated
 from .calls import detached
 from .footprint import storage_bytes
+from .self_check import Outcome, fingerprint
 
 logger = logging.getLogger("lightning_remat")
 
@@ -136,22 +137,23 @@ def _without_accumulation_hooks(targets: Sequence[Tensor]) -> Generator[None]:
             hooks.update(own)
 
 
-def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """All that one forward and backward produce, by name; undone afterwards."""
+def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """All that one forward and backward produce; undone afterwards."""
     args, kwargs = detached((args, kwargs))
     inputs = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
     targets = {name: t for name, t in {**dict(module.named_parameters()), **inputs}.items() if t.requires_grad}
     with untouched(module, args, kwargs):
         outputs = tensors_in(module(*args, **kwargs))
-        found = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+        found = {f"output {i}": fingerprint(t) for i, t in enumerate(outputs)}
         outputs = [t for t in outputs if t.requires_grad]
         gradients: tuple[Tensor | None, ...] = ()
         if outputs:
             gradients = run_backward(outputs, list(targets.values()), _ramp, is_sharded=has_units(module))
-        found |= {f"gradient of {name}": g for name, g in zip(targets, gradients, strict=False) if g is not None}
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+        made = zip(targets, gradients, strict=False)
+        found |= {f"gradient of {name}": fingerprint(g) for name, g in made if g is not None}
+        found |= {f"buffer {name}": fingerprint(buffer) for name, buffer in module.named_buffers()}
         devices = {t.device for t in (*inputs.values(), *targets.values()) if not isinstance(t, FakeTensor)}
-        found |= {f"random state of {device}": random_state(device) for device in {HOST, *devices}}
+        found |= {f"random state of {device}": fingerprint(random_state(device)) for device in {HOST, *devices}}
     return found
 
 

@@ -30,11 +30,12 @@ from .loader_tap import LoaderTap
 from .loaders import loader_batch_size
 from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
-from .planning import check_first_size, fits_stored, passes_check, planned
+from .planning import check_first_size, fits_stored, planned
 from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps, wrap_validation
 from .rehearsal import rehearsed
 from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
 from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
+from .step_check import passes_check
 
 
 class Rematerialization(Callback):
@@ -82,8 +83,10 @@ class Rematerialization(Callback):
         on_oom: When a step runs out of memory: `"raise"`, or `"replan"` and retry it once under a tighter budget; a
             validation step is retried as it is, after what is unused was let go.
         modules: Submodules of the LightningModule to rewrite, or their names; None for those that it calls.
-        self_check: Whether one step with and without the plan is compared first (loss, gradients, buffers, random
-            states); a difference is reported and the plain model trained.
+        self_check: Whether steps with and without the plan are compared first, bit by bit (loss, gradients,
+            buffers, random states): on a few samples of the batch, with other random numbers, later in the epoch, in
+            the next one, with dropout and batch norm in eval mode. On a difference one warning tells what differs, and
+            the plain model is trained. Nothing is said of a step that is not the same twice, or that does not fit.
         report_dir: Where report and plots go; None for the logger's folder, and for nowhere where there is no logger.
         gather_bandwidth: Bytes a second at which parameters under `fully_shard` are gathered, or "measure"; with it is
             planned, too, which units are resharded after their forward. None leaves that as it was set.
@@ -116,7 +119,7 @@ class Rematerialization(Callback):
         on_infeasible: Literal["raise", "minimum", "plain"] = "raise",
         on_oom: Literal["raise", "replan"] = "raise",
         modules: Sequence[Any] | None = None,
-        self_check: bool = False,
+        self_check: bool = True,
         report_dir: str | Path | None = None,
         gather_bandwidth: Bandwidth | None = None,
     ) -> None:
@@ -220,7 +223,7 @@ class Rematerialization(Callback):
                 if found is None:
                     return
             result, modules = found
-            if not passes_check(trial, settings, modules, self._leave_alone):
+            if not passes_check(trial, settings, result, modules, self._leave_alone):
                 return
         except StepFailedError as error:
             self._leave_alone(f"the training step cannot be tried: {error.__cause__!r}")

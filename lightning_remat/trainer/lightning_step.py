@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
-from ..devices import HOST, counts_memory, empty_cache, random_state
+from ..devices import counts_memory, empty_cache
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import Peak, measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.agreement import together
 from ..module_state.nesting import tensors_in
-from ..module_state.preserve import preserved
+from ..module_state.preserve import preserved, record_values
 from ..module_state.sharding import settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
@@ -115,41 +114,40 @@ class LightningTrial:
         self.validation: Validation | None = None
         self.within: int | None = None
         self._batch: tuple[int, Any] | None = None
-
-    def outcome(self, batch_size: int) -> dict[str, Tensor]:
-        """All that a training step with optimizer produces, by name; undone afterwards."""
-        module = self.trainer.lightning_module
-        with self.undone():
-            loss = run_optimization(self.trainer, self.batch_of(batch_size), self.batch_idx)
-            found = {f"loss {i}": t.detach().clone() for i, t in enumerate(tensors_in(loss))}
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None:
-                    found[f"gradient of {name}"] = parameter.grad.clone()
-                found[f"parameter {name}"] = parameter.detach().clone()
-            found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-            found |= {f"random state of {device}": random_state(device) for device in {HOST, self.device}}
-        return found
+        self._put_back_batches = [record_values(tensors_in(batch))]
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Nothing that the block does to module, trainer, optimizers, loggers or random states stays."""
+        """Nothing that the block does to module, trainer, optimizers, loggers, batch or random states stays."""
         trainer = self.trainer
         module = trainer.lightning_module
         settle(module)  # before it is recorded
         with preserved([module], state_holders(trainer)), silent(trainer), settled(module), torch.enable_grad():
-            yield
+            try:
+                yield
+            finally:
+                for put_back in self._put_back_batches:
+                    put_back()
 
     def batch_of(self, batch_size: int) -> Any:
         """The batch, repeated or cut to that size, on the device."""
         if self._batch is None or self._batch[0] != batch_size:
-            self._batch = None  # one at a time
+            self._forget_batch()  # one at a time
             batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
-            self._batch = batch_size, batch if self.is_on_device else on_device(self.trainer, batch)
+            batch = batch if self.is_on_device else on_device(self.trainer, batch)
+            self._batch = batch_size, batch
+            if batch is not self.batch:
+                self._put_back_batches.append(record_values(tensors_in(batch)))
         return self._batch[1]
+
+    def _forget_batch(self) -> None:
+        self._batch = None
+        del self._put_back_batches[1:]
 
     def close(self) -> None:
         """Lets go of the batches: what still refers to the trial must not hold them while training runs."""
         self.batch = self.validation = self._batch = None
+        self._put_back_batches.clear()
         empty_cache(self.device)
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
@@ -234,7 +232,7 @@ class LightningTrial:
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
-            self._batch = None
+            self._forget_batch()
             empty_cache(self.device)
             held = self._held_bytes(self.batch_of(batch_size))
             try:
@@ -255,7 +253,8 @@ class LightningTrial:
                 parameter.grad = None
         for i in range(STEPS_PER_TRIAL):
             if i and not self.is_on_device:
-                batch = self._batch = None  # training brings every batch anew, to where memory is free then
+                batch = None
+                self._forget_batch()  # training brings every batch anew, to where memory is free then
                 if self.validation is not None:
                     with self._metered([], with_scratch) as measured:
                         self.validation.run(trainer, batch_size)

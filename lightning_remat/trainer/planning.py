@@ -9,10 +9,9 @@ from torch import nn
 
 from ..batch_search.search import find
 from ..batch_search.settings import Settings
-from ..batch_search.trial import misfit_of, uninstall
+from ..batch_search.trial import misfit_of
 from ..errors import InfeasibleBudgetError, TraceError
 from ..regions.look_through import NoCallError
-from ..regions.self_check import find_difference
 from ..reports.result import Result
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size, rebatched
@@ -52,23 +51,6 @@ def fits_stored(trial: LightningTrial, result: Result) -> bool:
     if reason is not None:
         rank_zero_warn(f"Rematerialization plans anew: {reason}")
     return reason is None
-
-
-def passes_check(
-    trial: LightningTrial, settings: Settings, modules: list[nn.Module], leave_alone: Callable[[str], None]
-) -> bool:
-    """Whether a planned step gives what the plain one gives; asked where wanted, and of steps that differentiate.
-
-    Where it does not, the modules are as before.
-    """
-    if not (settings.self_check or trial.differentiates):
-        return True
-    difference = find_difference(trial.trainer.lightning_module, lambda: trial.outcome(trial.batch_size))
-    if trial.least(int(difference is None)) == 1:
-        return True
-    uninstall(modules)
-    leave_alone(str(difference or "another rank's results differ"))
-    return False
 
 
 def check_first_size(trial: LightningTrial, wanted: int | None) -> None:

@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
+import random
 import re
 import statistics
 import sys
@@ -28,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -118,8 +120,10 @@ def quick_auto(graph: Graph, budget_bytes: int, *, like: Graph | None = None) ->
 
 
 def step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs, gradients, buffers and random state of a few training steps."""
+    """Outputs, gradients, buffers and random states of a few training steps."""
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the state that models draw their masks from
     found: dict[str, Tensor] = {}
     for number in range(NUM_STEPS):
         module.zero_grad()
@@ -127,7 +131,9 @@ def step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
         torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
         found |= {f"output {i} of step {number}": t.detach() for i, t in enumerate(outputs)}
     found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return found | {name: b.clone() for name, b in module.named_buffers()} | {"random state": torch.get_rng_state()}
+    found |= {name: b.clone() for name, b in module.named_buffers()} | {"random state": torch.get_rng_state()}
+    others = random.random(), np.random.random()  # noqa: NPY002
+    return found | {"random numbers of python and numpy": torch.tensor(others)}
 
 
 def differences(plain: dict[str, Tensor], ours: dict[str, Tensor]) -> tuple[str, ...]:

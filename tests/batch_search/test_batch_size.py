@@ -284,15 +284,16 @@ def test_plain_pytorch(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(net.parameters())
     before = {k: v.clone() for k, v in net.state_dict().items()}
     batch = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
-    randoms = torch.get_rng_state()
+    images, randoms = batch[0].clone(), torch.get_rng_state()
 
     def loss_of(batch: Any) -> Tensor:
-        return functional.cross_entropy(net(batch[0]), batch[1])
+        return functional.cross_entropy(net(batch[0].mul_(0.9)), batch[1])
 
     result = find_batch_size(net, batch, loss_of, optimizer, "periodic", memory_budget="8MiB", report_dir=tmp_path)
     assert result.measured_peak_bytes is not None
     assert result.measured_peak_bytes <= result.budget_bytes
     assert torch.equal(torch.get_rng_state(), randoms)
+    assert torch.equal(batch[0], images)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert not optimizer.state
     assert "forward" in vars(net)

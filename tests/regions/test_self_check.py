@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
+import threading
 import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from training_steps import assert_equal_traces, traces
 
 from lightning_remat import Graph, Schedule, is_recomputing, rematerialize
 from lightning_remat.lowering import lower_kept
-from lightning_remat.regions.self_check import find_difference, fingerprint
+from lightning_remat.regions.self_check import Compared, compared, find_difference, fingerprint
 from lightning_remat.regions.step_run import step_outcome
 
 CALLS = {"count": 0}
@@ -142,6 +146,88 @@ def test_an_error_of_the_planned_step_alone_is_a_difference(monkeypatch: pytest.
     difference = find_difference(module, lambda: step_outcome(module, (X,), {}))
     assert difference is not None
     assert difference.what == "course: RuntimeError: lost its way"
+
+
+class Ranks:
+    """Two processes that agree, each a thread."""
+
+    def __init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(2, timeout=60), [0, 0]
+
+    def agree(self, rank: int, value: int) -> int:
+        self.values[rank] = value
+        self.barrier.wait()
+        least = min(self.values)
+        self.barrier.wait()
+        return least
+
+
+@pytest.fixture(scope="module")
+def rewritten() -> list[nn.Sequential]:
+    modules = [nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))) for _ in range(2)]
+    for module in modules:
+        rematerialize(module, X, memory_budget="90%", planner="periodic")
+    return modules
+
+
+Steps = Callable[[], object]
+"""What comes of one step after the other; an error is raised."""
+
+
+def always(what: object) -> Steps:
+    return lambda: what
+
+
+def numbered() -> Steps:
+    return itertools.count().__next__
+
+
+NO_MEMORY, FAILURE = torch.OutOfMemoryError("out of memory"), RuntimeError("lost its way")
+
+
+@pytest.mark.parametrize(
+    ("planned", "plain", "by_plan", "differs", "different"),
+    [
+        ([1, 1], [1, 1], True, False, [None, None]),
+        ([2, 1], [1, 1], True, True, ["loss", None]),
+        ([FAILURE, 1], [1, 1], True, True, ["course: RuntimeError: lost its way", None]),
+        ([FAILURE, 1], [FAILURE, 1], False, False, [None, None]),
+        ([NO_MEMORY, 1], [1, 2], False, False, [None, None]),
+        ([2, 1], [1, NO_MEMORY], False, False, [None, None]),
+        ([2, 1], [1, "numbered"], True, False, [None, None]),
+        (["numbered", 1], ["numbered", 1], True, False, [None, None]),
+    ],
+)
+def test_ranks_compare_the_same_steps_and_come_to_the_same_end(
+    rewritten: list[nn.Sequential],
+    planned: Sequence[object],
+    plain: Sequence[object],
+    by_plan: bool,
+    differs: bool,
+    different: list[str | None],
+) -> None:
+    ranks = Ranks()
+
+    def run_of(rank: int) -> Callable[[], dict[str, bytes]]:
+        steps = [numbered() if w == "numbered" else always(w) for w in (planned[rank], plain[rank])]
+
+        def run() -> dict[str, bytes]:
+            rewritten[rank](X)
+            made = steps["forward" not in vars(rewritten[rank])]()
+            if isinstance(made, Exception):
+                raise made
+            return {"loss": str(made).encode()}
+
+        return run
+
+    def compare(rank: int) -> Compared:
+        return compared(rewritten[rank], run_of(rank), agree=lambda value: ranks.agree(rank, value))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(compare, range(2)))
+    assert [(f.by_plan, f.differs) for f in found] == [(by_plan, differs)] * 2
+    assert [f.difference and f.difference.what for f in found] == different
+    assert all("forward" in vars(module) for module in rewritten)
 
 
 @pytest.mark.slow

@@ -139,7 +139,15 @@ class Estimating(Deep):
         return super().training_step(batch, batch_idx)
 
 
-KINDS = [Scheduled, Stopping, Replaying, Measuring, Averaging, Drawing, Estimating]
+class Scaling(Deep):
+    """Overwrites its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch[0].mul_(0.5).sum().item())
+        return super().training_step(batch, batch_idx)
+
+
+KINDS = [Scheduled, Stopping, Replaying, Measuring, Averaging, Drawing, Estimating, Scaling]
 
 
 @pytest.mark.parametrize("factory", KINDS)

@@ -180,7 +180,7 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
             **dict.fromkeys(["vit", "beit", "dinov2", "ijepa"], VISION),
             **dict.fromkeys(["convnextv2", "resnet", "regnet", "poolformer"], STAGES),
             "convnext": STAGES,
-            "bit": STAGES | {"embedding_size": 32, "hidden_sizes": [32, 64, 64, 128]},
+            "bit": STAGES | {"embedding_size": 32, "hidden_sizes": [32, 64, 64, 128], "num_groups": 8},
             "pvt": STAGES | {"num_attention_heads": [1, 2, 3, 4]},
             "focalnet": STAGES | {"embed_dim": 16},
             "swin": {"image_size": 64, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
