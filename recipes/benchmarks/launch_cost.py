@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import Bottleneck, ResNet
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_remat import InfeasibleBudgetError, Plan, measure_peak, plan, profile, rematerialize, trace
+from lightning_remat import InfeasibleBudgetError, Plan, TraceError, measure_peak, plan, profile, rematerialize, trace
 from lightning_remat.execution.program import compile_schedule
 from lightning_remat.execution.rewriter import forced
 
@@ -143,10 +143,13 @@ def planned(plain: nn.Module, x: Tensor, budget: int | str) -> tuple[nn.Module, 
         return None
 
 
-def kept(plain: nn.Module, x: Tensor) -> tuple[nn.Module, Plan]:
-    """A copy that runs by a program and keeps everything."""
+def kept(plain: nn.Module, x: Tensor) -> tuple[nn.Module, Plan] | None:
+    """A copy that runs by a program and keeps everything, or None where its forward is several graphs."""
     ours = copy.deepcopy(plain)
-    traced = trace(ours, x)
+    try:
+        traced = trace(ours, x)
+    except TraceError:
+        return None
     made = plan(profile(traced, x, repeats=1), 1 << 62, "keep_all")
     forced(ours, compile_schedule(traced, made.schedule, made.graph), made)
     return ours, made
@@ -154,7 +157,9 @@ def kept(plain: nn.Module, x: Tensor) -> tuple[nn.Module, Plan]:
 
 def contenders_of(plain: nn.Module, x: Tensor, network: Network) -> dict[str, tuple[nn.Module, Plan | None]]:
     """What is compared with the plain network, and the plans of ours."""
-    found: dict[str, tuple[nn.Module, Plan | None]] = {"plain": (plain, None), "kept": kept(plain, x)}
+    found: dict[str, tuple[nn.Module, Plan | None]] = {"plain": (plain, None)}
+    if (ours := kept(plain, x)) is not None:
+        found["kept"] = ours
     for budget in ("85%", "50%"):
         if (ours := planned(plain, x, budget)) is not None:
             found[budget] = ours
