@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import Literal, NamedTuple, cast
 
 from .errors import ScheduleError
-from .schedules.schedule import mark
+from .schedules.schedule import mark, parsed
 
 OperationKind = Literal["Fall", "Fck", "Fn", "B"]
 
@@ -125,15 +125,8 @@ class ChainSequence:
         Raises:
             ScheduleError: A word is not an operation; the message marks it.
         """
-        words = text.split()
-        operations: list[Operation] = []
-        for position, word in enumerate(words):
-            match = _OPERATION.fullmatch(word)
-            if match is None:
-                reason = f"{word!r} is not an operation: expected Fall, Fck, Fn or B and a stage's number from 1"
-                raise ScheduleError(f"{mark(words, position)}\n{reason}", position=position)
-            operations.append(Operation(cast(OperationKind, match[1]), int(match[2])))
-        return cls(tuple(operations))
+        words = parsed(text, _OPERATION, "an operation: expected Fall, Fck, Fn or B and a stage's number from 1")
+        return cls(tuple(Operation(cast(OperationKind, kind), stage) for kind, stage in words))
 
 
 class Replay(NamedTuple):

@@ -1,6 +1,6 @@
 """What holds for every test: examples that repeat, and one thread for each of several processes.
 
-Hypothesis tries the same examples in every run, so that a commit passes or fails for good;
+Hypothesis tries the same examples in every run and does not time them, so that a commit passes or fails for good;
 `pytest --hypothesis-profile=explore` looks for new ones. `pytest --ledger` has the device of the tests, on which those
 marked `gpu` run; without it they run on CUDA where there is one.
 """
@@ -13,8 +13,8 @@ import torch
 from accelerator import ledger
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("repeatable")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes of `pytest -n` fill the cores

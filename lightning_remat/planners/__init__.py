@@ -13,9 +13,8 @@ from .chen_recursive import plan_chen_recursive
 from .dtr import plan_dtr
 from .feng import plan_feng
 from .griewank import plan_revolve
-from .keep_all import plan_keep_all
 from .kusumoto import plan_kusumoto_approx, plan_kusumoto_exact
-from .periodic import plan_periodic
+from .periodic import plan_keep_all, plan_periodic
 from .rotor import plan_rotor, plan_rotor_floating
 
 Planner = Callable[..., Schedule]

@@ -6,9 +6,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN
+from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, graph_arrays, rows
 from ..schedules.compiled import Flags, Floats, Ints, Small, njit
-from ._eviction_step import Step
+from ..schedules.gradients import gradient_levels
+from ..schedules.graph import Graph
+from ..schedules.uses import members, readers
+
+
+class Step(NamedTuple):
+    """A graph as arrays. Lists of nodes are one array `x` with `x_start[n]:x_start[n + 1]` for node n."""
+
+    arrays: GraphArrays
+    seconds: Floats
+    backward_seconds: Floats
+    users_start: Small  # of a node: what reads it
+    users: Small
+    members_start: Small  # of a root: itself and its views
+    members: Small
+    before_bytes: Ints  # all that is alive besides outputs and tapes before the backward of a node
+    highest_bytes: Ints  # and at most during it
+    fixed_bytes: int
+
+
+def pack_step(graph: Graph) -> Step:
+    """The graph as arrays for `evict`."""
+    fixed = graph.input_bytes + graph.static_bytes
+    before, highest = gradient_levels(graph)
+    return Step(
+        graph_arrays(graph),
+        np.array([n.forward_seconds for n in graph.nodes]),
+        np.array([n.backward_seconds for n in graph.nodes]),
+        *rows(readers(graph)),
+        *rows(members(graph)),
+        np.array(before, np.int64) + fixed,
+        np.array(highest, np.int64) + fixed,
+        fixed,
+    )
 
 
 def evict(step: Step, budget_bytes: int, most_runs: int) -> Small | None:
@@ -27,13 +60,13 @@ def evict(step: Step, budget_bytes: int, most_runs: int) -> Small | None:
 
     Reference: Kirisame et al. 2021, section 2 and Algorithm 1 (h_DTR with e*, eager eviction).
     """
-    count = len(step.roots)
+    count = len(step.arrays.root)
     state = _State(
         output=np.zeros(count, np.bool_),
         tape=np.zeros(count, np.bool_),
         locks=np.zeros(count, np.int64),
         references=np.bincount(
-            np.concatenate([step.roots[step.reads], step.roots[step.saved]]), minlength=count
+            np.concatenate([step.arrays.root[step.arrays.read], step.arrays.root[step.arrays.saved]]), minlength=count
         ).astype(np.int64),
         used=np.zeros((count, 2)),
         mark=np.zeros(count, np.int64),
@@ -80,7 +113,7 @@ def _record(state: _State, kind: int, node: int) -> None:
 @njit
 def _drop_output(step: Step, state: _State, root: int) -> None:
     """The storage goes, and with it all views of it."""
-    state.number[_ALIVE] -= step.output_bytes[root]
+    state.number[_ALIVE] -= step.arrays.output_bytes[root]
     for p in range(step.members_start[root], step.members_start[root + 1]):
         if state.output[step.members[p]]:
             state.output[step.members[p]] = False
@@ -89,7 +122,7 @@ def _drop_output(step: Step, state: _State, root: int) -> None:
 
 @njit
 def _drop_tape(step: Step, state: _State, node: int) -> None:
-    state.number[_ALIVE] -= step.tape_bytes[node]
+    state.number[_ALIVE] -= step.arrays.tape_bytes[node]
     state.tape[node] = False
     _record(state, DISCARD_TAPE, node)
 
@@ -108,8 +141,8 @@ def _neighborhood_seconds(step: Step, state: _State, node: int) -> float:
     cost = step.seconds[node]
     state.mark[node] = search
     for downward in range(2):
-        near = step.users if downward else step.reads
-        near_start = step.users_start if downward else step.reads_start
+        near = step.users if downward else step.arrays.read
+        near_start = step.users_start if downward else step.arrays.read_start
         size = 1
         state.found[0] = node
         while size > 0:
@@ -131,10 +164,10 @@ def _weight(step: Step, state: _State, v: int, is_tape: bool, busy: int) -> floa
     """Size times staleness of an output or tape, or 0 where there is nothing to evict."""
     if is_tape:
         is_evictable = state.tape[v] and v != state.number[_TAPE] and v != busy
-        size = step.tape_bytes[v]
+        size = step.arrays.tape_bytes[v]
     else:
-        is_evictable = state.output[v] and step.roots[v] == v and state.locks[v] == 0
-        size = step.output_bytes[v]
+        is_evictable = state.output[v] and step.arrays.root[v] == v and state.locks[v] == 0
+        size = step.arrays.output_bytes[v]
     return size * (state.clock[0] - state.used[v, int(is_tape)] + _INSTANT) if is_evictable else 0.0
 
 
@@ -147,7 +180,7 @@ def _make_room(step: Step, state: _State, need_bytes: int, busy: int) -> bool:
     """
     while state.number[_ALIVE] > need_bytes:
         first, least = -1, np.inf
-        for v in range(len(step.roots)):
+        for v in range(len(step.arrays.root)):
             for is_tape in (False, True):
                 weight = _weight(step, state, v, is_tape, busy)
                 if weight > 0 and step.seconds[v] / weight < least:
@@ -157,7 +190,7 @@ def _make_room(step: Step, state: _State, need_bytes: int, busy: int) -> bool:
         weight = _weight(step, state, first >> 1, first & 1 == 1, busy)
         enough = _neighborhood_seconds(step, state, first >> 1) / weight
         best, least = -1, np.inf
-        for v in range(len(step.roots)):
+        for v in range(len(step.arrays.root)):
             for is_tape in (False, True):
                 weight = _weight(step, state, v, is_tape, busy)
                 if weight > 0 and step.seconds[v] / weight <= enough:
@@ -181,18 +214,18 @@ def _bring(step: Step, state: _State, goal: int, room_bytes: int, most_runs: int
     depth = 1
     while depth > 0:
         k: int = state.stack[depth - 1]
-        start, stop = step.reads_start[k], step.reads_start[k + 1]
+        start, stop = step.arrays.read_start[k], step.arrays.read_start[k + 1]
         if start + state.place[depth - 1] < stop:
-            i = step.reads[start + state.place[depth - 1]]
+            i = step.arrays.read[start + state.place[depth - 1]]
             if state.output[i]:
-                state.locks[step.roots[i]] += 1
+                state.locks[step.arrays.root[i]] += 1
                 state.place[depth - 1] += 1
             else:
                 state.stack[depth], state.place[depth] = i, 0
                 depth += 1
             continue
-        need = step.output_bytes[k] + step.tape_bytes[k] + step.workspace_bytes[k]
-        state.locks[step.roots[k]] += 1
+        need = step.arrays.output_bytes[k] + step.arrays.tape_bytes[k] + step.arrays.workspace_bytes[k]
+        state.locks[step.arrays.root[k]] += 1
         if state.number[_RUNS] == most_runs or not _make_room(step, state, room_bytes - need, k):
             return False
         state.number[_RUNS] += 1
@@ -200,31 +233,31 @@ def _bring(step: Step, state: _State, goal: int, room_bytes: int, most_runs: int
         _record(state, RUN, k)
         if not state.output[k]:
             state.output[k] = True
-            state.number[_ALIVE] += step.output_bytes[k]
-        if not state.tape[k] and step.tape_bytes[k] > 0:
+            state.number[_ALIVE] += step.arrays.output_bytes[k]
+        if not state.tape[k] and step.arrays.tape_bytes[k] > 0:
             state.tape[k] = True
-            state.number[_ALIVE] += step.tape_bytes[k]
-        state.used[step.roots[k], 0] = state.used[k, 1] = state.clock[0]
+            state.number[_ALIVE] += step.arrays.tape_bytes[k]
+        state.used[step.arrays.root[k], 0] = state.used[k, 1] = state.clock[0]
         depth -= 1
         if depth > 0:  # the lock on the output passes to the operation that asked for it
             state.place[depth - 1] += 1
-        elif is_first and not step.is_output[k]:
-            state.locks[step.roots[k]] -= 1  # else it passes to the caller, or to the backward that asked
+        elif is_first and not step.arrays.is_output[k]:
+            state.locks[step.arrays.root[k]] -= 1  # else it passes to the caller, or to the backward that asked
         for p in range(start, stop):
-            read: int = step.reads[p]
-            root: int = step.roots[read]
+            read: int = step.arrays.read[p]
+            root: int = step.arrays.root[read]
             state.locks[root] -= 1
             state.used[root, 0] = state.clock[0]
             if is_first and depth == 0:
                 state.references[root] -= 1
             _drop_unreferenced(step, state, root)
-    _drop_unreferenced(step, state, step.roots[goal])
+    _drop_unreferenced(step, state, step.arrays.root[goal])
     return True
 
 
 @njit
 def _evict(step: Step, state: _State, budget_bytes: int, most_runs: int) -> bool:
-    count = len(step.roots)
+    count = len(step.arrays.root)
     for m in range(count):
         state.number[_RAN], state.number[_LEFT] = m, count
         if not _bring(step, state, m, budget_bytes - step.fixed_bytes, most_runs, True):
@@ -233,35 +266,35 @@ def _evict(step: Step, state: _State, budget_bytes: int, most_runs: int) -> bool
     for m in range(count - 1, -1, -1):
         state.number[_LEFT] = m + 1
         room = budget_bytes - step.before_bytes[m]
-        start, stop = step.saved_start[m], step.saved_start[m + 1]
-        if step.tape_bytes[m] > 0:
+        start, stop = step.arrays.saved_start[m], step.arrays.saved_start[m + 1]
+        if step.arrays.tape_bytes[m] > 0:
             if not state.tape[m]:
                 if not _bring(step, state, m, room, most_runs, False):
                     return False
-                state.locks[step.roots[m]] -= 1
-                _drop_unreferenced(step, state, step.roots[m])
+                state.locks[step.arrays.root[m]] -= 1
+                _drop_unreferenced(step, state, step.arrays.root[m])
             state.number[_TAPE] = m
         for p in range(start, stop):
-            if state.output[step.saved[p]]:
-                state.locks[step.roots[step.saved[p]]] += 1
-            elif not _bring(step, state, step.saved[p], room, most_runs, False):
+            if state.output[step.arrays.saved[p]]:
+                state.locks[step.arrays.root[step.arrays.saved[p]]] += 1
+            elif not _bring(step, state, step.arrays.saved[p], room, most_runs, False):
                 return False
         if not _make_room(step, state, budget_bytes - step.highest_bytes[m], m):
             return False
         _record(state, BACKWARD, m)
         state.clock[0] += step.backward_seconds[m]
-        if step.tape_bytes[m] > 0:
+        if step.arrays.tape_bytes[m] > 0:
             _drop_tape(step, state, m)
-        if step.is_output[m]:
-            state.locks[step.roots[m]] -= 1
+        if step.arrays.is_output[m]:
+            state.locks[step.arrays.root[m]] -= 1
         for p in range(start, stop):
-            saved: int = step.saved[p]
-            root: int = step.roots[saved]
+            saved: int = step.arrays.saved[p]
+            root: int = step.arrays.root[saved]
             state.locks[root] -= 1
             state.references[root] -= 1
             state.used[root, 0] = state.clock[0]
         for p in range(start, stop):
-            saved = step.saved[p]
-            _drop_unreferenced(step, state, step.roots[saved])
-        _drop_unreferenced(step, state, step.roots[m])
+            saved = step.arrays.saved[p]
+            _drop_unreferenced(step, state, step.arrays.root[saved])
+        _drop_unreferenced(step, state, step.arrays.root[m])
     return True

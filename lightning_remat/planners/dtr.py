@@ -11,8 +11,7 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
 from ._candidates import Candidate, fastest_that_fits, trade_off
-from ._eviction import evict
-from ._eviction_step import pack_step
+from ._eviction import evict, pack_step
 
 _NUM_LIMITS = 96
 _MOST_RUNS = 20  # of a node on average, before an attempt counts as thrashing

@@ -1,4 +1,4 @@
-"""Equal segments: only what crosses a segment's end is kept (PyTorch's `checkpoint_sequential`)."""
+"""Equal segments: only what crosses a segment's end is kept (PyTorch's `checkpoint_sequential`); or all is kept."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ def plan_periodic(graph: Graph, budget_bytes: int, *, segments: int | None = Non
     if segments is not None and not 1 <= segments <= max(1, count):
         raise ValueError(f"segments is {segments}, but a graph of {count} nodes has 1 to {count}")
     return fastest_that_fits(graph, budget_bytes, _family(graph, segments), planner="periodic")
+
+
+def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:
+    """The schedule of a step without recomputation, the baseline of every comparison.
+
+    Args:
+        graph: The operations.
+        budget_bytes: The true peak that must not be exceeded.
+
+    Returns:
+        A schedule whose simulated peak is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: The plain step needs more than the budget.
+    """
+    return fastest_that_fits(
+        graph, budget_bytes, trade_off(graph, [lower_kept(graph, range(len(graph.nodes)))]), planner="keep_all"
+    )
 
 
 @lru_cache(maxsize=8)

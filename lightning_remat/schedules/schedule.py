@@ -63,15 +63,24 @@ class Schedule:
         Raises:
             ScheduleError: A word is not an action; the message marks it.
         """
-        words = text.split()
-        actions: list[Action] = []
-        for position, word in enumerate(words):
-            match = _ACTION.fullmatch(word)
-            if match is None:
-                reason = f"{word!r} is not an action: expected F, B, D or T and a node's index"
-                raise ScheduleError(f"{mark(words, position)}\n{reason}", position=position)
-            actions.append(Action(cast(ActionKind, match[1]), int(match[2])))
-        return cls(tuple(actions))
+        words = parsed(text, _ACTION, "an action: expected F, B, D or T and a node's index")
+        return cls(tuple(Action(cast(ActionKind, kind), node) for kind, node in words))
+
+
+def parsed(text: str, word: re.Pattern[str], expected: str) -> list[tuple[str, int]]:
+    """The kind and the number that each word of a text spells; `word` has a group for either.
+
+    Raises:
+        ScheduleError: A word is not as expected; the message marks it.
+    """
+    words = text.split()
+    found: list[tuple[str, int]] = []
+    for position, each in enumerate(words):
+        match = word.fullmatch(each)
+        if match is None:
+            raise ScheduleError(f"{mark(words, position)}\n{each!r} is not {expected}", position=position)
+        found.append((match[1], int(match[2])))
+    return found
 
 
 def mark(words: Iterable[object], position: int, *, around: int = 8) -> str:

@@ -13,6 +13,7 @@ from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
 from lightning_remat.lowering import lower_kept
+from lightning_remat.planners._auto import constants
 from lightning_remat.planners._auto import front_search as auto_front
 from lightning_remat.planners._auto import portfolio as rivals
 from lightning_remat.planners._auto.front_search import front_of
@@ -236,7 +237,7 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
     monkeypatch.setattr(rivals, "MOST_STAGES", most_stages)
     lowest = min(candidate.peak_bytes for candidate in rivals.deep_candidates(graph))
     assert lowest == error.value.minimum_bytes
-    monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
+    monkeypatch.setattr(constants, "DEEP_NODES", 10)
     monkeypatch.setattr(auto_front.FrontBuilder, "meet_rivals", lambda builder: builder._meet([]))
     front_of.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
@@ -247,8 +248,8 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
 
 def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = convolutions()
-    monkeypatch.setattr(auto_front, "DEEP_NODES", 10)
-    monkeypatch.setattr(auto_front, "DEEPER_NODES", 12)
+    monkeypatch.setattr(constants, "DEEP_NODES", 10)
+    monkeypatch.setattr(constants, "DEEPER_NODES", 12)
     front_of.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_rotor(graph, 0)

@@ -8,8 +8,7 @@ from oracles.schedule_search import lowest_peak
 
 from lightning_remat import InfeasibleBudgetError, simulate
 from lightning_remat.lowering import apply_liveness, lower_kept
-from lightning_remat.planners._eviction import evict
-from lightning_remat.planners._eviction_step import pack_step
+from lightning_remat.planners._eviction import evict, pack_step
 from lightning_remat.planners.dtr import plan_dtr
 from lightning_remat.schedules.arrays import decode
 

@@ -8,19 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...schedules.compiled import Small
+from . import constants
 from .exchange import propose
 from .intervals import END, HELD, START, VALUE, change_over, excess_of, try_gaps
 from .moves import LEAST_SECONDS, Memory, choose_drops, choose_holds, empty_memory, forget, list_drops
 from .window_simulator import NONE, Problem, Work, no_windows, replay, work_for
-
-NODES_PER_MOVE = 150
-"""A graph of so many nodes takes one more move a time."""
-
-MOST_EXCHANGES = 8
-"""Proposals replayed before an exchange is given up."""
-
-ACTIONS_PER_CALL = 1500
-"""What the Python around a call costs, in replayed actions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +49,13 @@ class Search:
     most_moves: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.most_moves = 1 + len(self.problem.seconds) // NODES_PER_MOVE
+        self.most_moves = 1 + len(self.problem.seconds) // constants.NODES_PER_MOVE
         self.work = work_for(self.problem)
 
     def replay(self, windows: Small) -> tuple[int, float, int]:
         """Peak, seconds and number of actions of `windows`, which the watcher is shown."""
         peak, seconds, num_actions = replay(self.problem, windows, self.work)
-        self.num_actions += num_actions + ACTIONS_PER_CALL
+        self.num_actions += num_actions + constants.ACTIONS_PER_CALL
         if num_actions:
             self.found(peak, seconds, windows)
         return peak, seconds, num_actions
@@ -98,7 +90,7 @@ class Search:
         chosen = choose_drops(
             self.problem, windows, self.work, self.guesses, seconds, num_actions, limit, self.most_moves
         )
-        self.num_actions += chosen.num_replayed + ACTIONS_PER_CALL
+        self.num_actions += chosen.num_replayed + constants.ACTIONS_PER_CALL
         return chosen.rows
 
     def _probe(self, windows: Small, limit: int, probes: int) -> bool:
@@ -111,13 +103,13 @@ class Search:
         if not len(rows):
             return False
         _, new_seconds, new_excess, replayed = try_gaps(self.problem, windows, self.work, rows, limit)
-        self.num_actions += replayed + ACTIONS_PER_CALL
+        self.num_actions += replayed + constants.ACTIONS_PER_CALL
         order = np.argsort(new_excess + excess * (new_seconds - seconds) / seconds, kind="stable")
         for k in order[:probes].tolist():
             trial = windows.copy()
             if not change_over(trial, rows[k]):
                 continue
-            for _ in range(16):
+            for _ in range(constants.PROBE_STEPS):
                 _, now, num_actions = self.replay(trial)
                 if not num_actions:
                     break
@@ -149,7 +141,7 @@ class Search:
                 self.most_moves,
                 max(0, last - self.num_actions),
             )
-            self.num_actions += chosen.num_replayed + ACTIONS_PER_CALL
+            self.num_actions += chosen.num_replayed + constants.ACTIONS_PER_CALL
             if not len(chosen.rows):
                 break
             for number, row in enumerate(chosen.rows):
@@ -175,8 +167,8 @@ class Search:
 
     def _exchange_once(self, state: State, limit: int) -> State | None:
         _, _, num_actions = self.replay(state.windows)
-        moves, num_sets = propose(self.problem, self.work, self.guesses, num_actions, limit, MOST_EXCHANGES)
-        self.num_actions += num_sets + ACTIONS_PER_CALL
+        moves, num_sets = propose(self.problem, self.work, self.guesses, num_actions, limit, constants.MOST_EXCHANGES)
+        self.num_actions += num_sets + constants.ACTIONS_PER_CALL
         for rows in moves:
             windows = state.windows.copy()
             if all(change_over(windows, row) for row in rows if row[VALUE] >= 0):
@@ -187,16 +179,16 @@ class Search:
 
     def kick(self, state: State, limit: int, random: np.random.Generator) -> State:
         """A neighbour of `state`: absences of a random stretch of nodes are lifted, then the limit is restored."""
-        self.num_actions += ACTIONS_PER_CALL
+        self.num_actions += constants.ACTIONS_PER_CALL
         windows = state.windows.copy()
         count = len(self.problem.seconds)
         absent = np.flatnonzero(windows[:, 0, 0] < 2 * count)
         if not len(absent):
             return state
         place = absent % count
-        reach = 1 + int(random.integers(1, 2 + len(absent) // int(random.choice([4, 8, 16, 32]))))
+        reach = 1 + int(random.integers(1, 2 + len(absent) // int(random.choice(constants.KICK_PARTS))))
         order = np.argsort(np.abs(place - place[random.integers(len(absent))]), kind="stable")[:reach]
-        chosen = absent[order[random.random(len(order)) < random.choice([0.3, 0.6, 1.0])]]
+        chosen = absent[order[random.random(len(order)) < random.choice(constants.KICK_SHARES)]]
         windows[chosen] = NONE
         forget(self.guesses)
         down = self.descend(State(0, 0.0, windows), limit)

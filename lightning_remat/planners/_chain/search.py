@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -194,12 +194,11 @@ def stage_problem(
     outputs, gradients = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
     for root in {graph.roots[i] for i in graph.outputs}:
         outputs[stage_of[root]] += graph.nodes[root].output_bytes
-    for i in graph.outputs or [m for m, users in enumerate(graph.users) if not users]:
+    for i in graph.ends():
         gradients[stage_of[i]] += graph.gradient_bytes(i)
-
-    of = {
-        name: np.array([0, *values])
-        for name, values in zip(StageFigures._fields, zip(*figures, strict=True), strict=True)
+    columns = zip(StageFigures._fields, zip(*figures, strict=True), strict=True)
+    of: dict[str, Any] = {
+        name: np.array([0, *column], np.float64 if name.endswith("_seconds") else np.int64) for name, column in columns
     }
     parameters, back_peak = of["parameter_bytes"], of["back_peak_bytes"]
     done = parameters.sum() - np.cumsum(parameters)
