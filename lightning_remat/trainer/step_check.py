@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from ..batch_search.settings import Settings
 from ..batch_search.trial import uninstall
 from ..devices import HOST, random_state
+from ..execution.rewriter import programs_in
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.sharding import has_units
@@ -71,7 +72,7 @@ def passes_check(
 
     Where they do not, the modules are as before.
     """
-    if not (settings.self_check or trial.differentiates):
+    if not (settings.self_check or trial.differentiates) or not programs_in(trial.trainer.lightning_module):
         return True
     start = time.perf_counter()
     found = _compared(trial, settings, result)

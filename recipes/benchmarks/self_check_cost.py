@@ -142,7 +142,7 @@ def main() -> None:
         "# What it costs to compare steps with plain ones first",
         "",
         f"Written by `python recipes/benchmarks/self_check_cost.py` (torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads of a CPU): medians of {runs} runs, in seconds.",
+        f"{torch.get_num_threads()} thread(s) of a CPU): medians of {runs} runs, in seconds.",
         "",
         "| job | planning | comparing | of the processors: planning | comparing | part of planning |",
         "|---|---|---|---|---|---|",

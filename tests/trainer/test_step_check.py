@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from remat_runs import run
-from same_runs import BATCH, Deep, assert_same_run, remat
+from same_runs import BATCH, WIDTH, Deep, assert_same_run, remat
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -108,9 +108,12 @@ def test_several_steps_are_compared_on_a_slice_as_they_come_later_too(tmp_path: 
     assert steps[6:] == [(4, 0, 0, 0)]  # in eval mode nothing runs by the plan, so that there is nothing to compare
 
 
-def test_by_the_flag_nothing_is_compared(tmp_path: Path) -> None:
-    steps, callback = compared(Watching, tmp_path, self_check=False)
-    assert callback.result.step.num_recomputed
+@pytest.mark.parametrize(("options", "is_planned"), [({"self_check": False}, True), ({"memory_budget": "1GiB"}, False)])
+def test_nothing_is_compared_by_the_flag_or_without_need(
+    tmp_path: Path, options: dict[str, Any], is_planned: bool
+) -> None:
+    steps, callback = compared(Watching, tmp_path, **options)
+    assert bool(callback.result.step.num_recomputed) == is_planned
     assert not steps
 
 
@@ -206,9 +209,10 @@ def test_nothing_is_captured_or_learnt_that_training_would_not_have(tmp_path: Pa
         assert callback.result is not None
         found.append(seen)
     assert len(found[0]) == 3
-    assert [sizes for *_, sizes in found[0]] == [{BATCH}] * 3
-    assert found[0] == found[1]
-    assert [seen[1:] for seen in found[0]] == [seen[1:] for seen in found[2]]
+    assert all(BATCH in sizes and not sizes & {*step_check.SLICES} - {WIDTH} for seen in found for *_, sizes in seen)
+    plain, checked, stored = ([(captured, programs) for captured, programs, _ in seen] for seen in found)
+    assert plain == checked
+    assert [programs for _, programs in stored] == [programs for _, programs in plain]
 
 
 class Noisy(Watching):

@@ -59,16 +59,20 @@ WAVES = (
 )
 
 
-def _text() -> Arguments:
-    ids = tokens(8, 64)
+def _text(length: int = 64) -> Arguments:
+    ids = tokens(8, length)
     mask = torch.ones_like(ids)
-    mask[::2, 48:] = 0  # padding on the right of every other sample
+    mask[::2, 3 * length // 4 :] = 0  # padding on the right of every other sample
     return (), {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
-def _unmasked() -> Arguments:
-    ids = tokens(8, 64)
+def _unmasked(length: int = 64) -> Arguments:
+    ids = tokens(8, length)
     return (), {"input_ids": ids, "labels": ids}
+
+
+SHORT = 16
+"""Tokens for models that go from one to the next in operations of their own: some thousand of these are enough."""
 
 
 def _unlabelled() -> Arguments:
@@ -123,24 +127,42 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
             | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16}
             | {"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
             | {"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+        },
+    ),
+    (
+        "AutoModelForCausalLM",
+        partial(_text, SHORT),
+        {
             "jamba": GROUPED
-            | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+            | {
+                "num_hidden_layers": 2,
+                "num_experts": 4,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "use_mamba_kernels": False,
+            }
             | {"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
-            "recurrent_gemma": GROUPED | {"lru_width": 64, "attention_window_size": 32},
+            "recurrent_gemma": GROUPED | {"lru_width": 64, "attention_window_size": 32, "num_hidden_layers": 3},
             "bamba": GROUPED
             | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
-            | {"attn_layer_indices": [1, 3]},
+            | {"attn_layer_indices": [1], "num_hidden_layers": 2},
+        },
+    ),
+    (
+        "AutoModelForCausalLM",
+        partial(_unmasked, SHORT),
+        {
+            "mamba": TEXT | {"state_size": 8, "num_hidden_layers": 2},
+            "mamba2": TEXT
+            | {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
+            | {"num_hidden_layers": 2},
+            "rwkv": TEXT | {"attention_hidden_size": 64, "context_length": 128, "num_hidden_layers": 2},
         },
     ),
     (
         "AutoModelForCausalLM",
         _unmasked,
-        {
-            "mamba": TEXT | {"state_size": 8},
-            "mamba2": TEXT | {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
-            "xlnet": {"vocab_size": 128, "d_model": 64, "n_layer": 4, "n_head": 4, "d_inner": 128},
-            "rwkv": TEXT | {"attention_hidden_size": 64, "context_length": 128},
-        },
+        {"xlnet": {"vocab_size": 128, "d_model": 64, "n_layer": 4, "n_head": 4, "d_inner": 128}},
     ),
     ("LlamaForCausalLM", _unlabelled, {"llama": GROUPED}),
     (
