@@ -218,7 +218,8 @@ def _excess(peaks: Ints, budget_bytes: int) -> Ints:
 
 
 def _without_seconds(graph: Graph) -> Graph:
-    nodes = (replace(node, forward_seconds=0.0, backward_seconds=0.0, rerun_price=0.0) for node in graph.nodes)
+    none = {"forward_seconds": 0.0, "backward_seconds": 0.0, "rerun_price": 0.0, "stretch_price": 0.0}
+    nodes = (replace(node, **none) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
 
 

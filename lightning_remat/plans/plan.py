@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from ..errors import InfeasibleBudgetError
 from ..lowering import lower_kept
@@ -111,8 +111,10 @@ class Plan:
         made = replayed(graph, data["budget_bytes"] - correction, data["planner"], schedule, data["planning_seconds"])
         made = replace(made, budget_bytes=data["budget_bytes"]).corrected(correction)
         if "plain" in data:  # of the module as it was, which may have run in place what the plan does not
-            figures: dict[str, Any] = data["plain"]
-            figures["memory_bytes"] = tuple(figures["memory_bytes"])
+            plain: dict[str, Any] = data["plain"]
+            figures: dict[str, Any] = {
+                k: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for k, v in plain.items()
+            }
             made = replace(made, plain=Simulation(**figures))
         return replace(made, **how)
 
@@ -272,7 +274,7 @@ def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: 
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:
-    return Simulation(max(timeline.memory_bytes), seconds, recompute_seconds, timeline.memory_bytes)
+    return Simulation(max(timeline.memory_bytes), seconds, recompute_seconds, timeline.memory_bytes, timeline.seconds)
 
 
 def joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tuple[Graph, Schedule]:

@@ -282,14 +282,7 @@ def _phases(region: RegionCost, is_accumulating: bool) -> tuple[_Phase, _Phase, 
     static = graph.static_bytes + graph.input_bytes + (gradient_bytes(graph) if is_accumulating else 0)
     actions = region.schedule.actions
     first = forward_length(region.schedule, len(graph.nodes))
-    has_run: set[int] = set()
-    steps: _Phase = []
-    for action, alive in zip(actions, simulation.memory_bytes, strict=True):
-        node = graph.nodes[action.node]
-        duration = {"F": node.forward_seconds, "B": node.backward_seconds}.get(action.kind, 0.0)
-        if action.kind == "F":
-            duration += node.rerun_price if action.node in has_run else 0.0
-            has_run.add(action.node)
-        steps.append((alive - static, duration))
+    memory = (alive - static for alive in simulation.memory_bytes)
+    steps: _Phase = list(zip(memory, simulation.action_seconds, strict=True))
     held = alive_after(graph, Schedule(actions[:first]), gradients=gradients) - static
     return steps[:first], steps[first:], held

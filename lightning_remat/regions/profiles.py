@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.dynamo import CapturedGraph
-from ..execution.rerun_price import rerun_price
+from ..execution.rerun_prices import rerun_prices
 from ..operations.operation import TracedModule
 from ..schedules.graph import Graph
 
@@ -36,7 +36,8 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
-            nodes = (replace(node, rerun_price=rerun_price()) for node in graph.nodes)
+            run, stretch = rerun_prices()
+            nodes = (replace(node, rerun_price=run, stretch_price=stretch) for node in graph.nodes)
             graph = replace(graph, nodes=tuple(nodes))
         of_graph[key] = graph
     return of_graph[key]

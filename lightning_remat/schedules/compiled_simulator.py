@@ -36,6 +36,7 @@ class Judge:
         self._fixed_bytes = graph.input_bytes + graph.static_bytes
         self._plain_seconds = [s for n in graph.nodes for s in (n.forward_seconds, n.backward_seconds)]
         self._rerun_seconds = np.array([n.forward_seconds + n.rerun_price for n in graph.nodes], np.float64)
+        self._stretch_prices = np.array([n.stretch_price for n in graph.nodes], np.float64)
 
     def cost(self, schedule: Schedule) -> Cost:
         """Its peak, of which bytes are exact, and seconds."""
@@ -44,9 +45,13 @@ class Judge:
     def cost_of(self, codes: Small) -> Cost:
         """The same of actions as numbers."""
         peak_bytes = int(_peak(self._arrays, self._levels, self._fixed_bytes, codes))
-        runs: Any = codes[codes & 3 == RUN] >> 2
-        again = np.bincount(runs, minlength=len(self._rerun_seconds)) - 1
-        return Cost(peak_bytes, math.fsum([*self._plain_seconds, *np.repeat(self._rerun_seconds, again).tolist()]))
+        runs: Any = codes[codes & 3 <= BACKWARD]  # and backwards, which end a stretch
+        nodes: Any = runs >> 2
+        is_again = runs & 3 == RUN
+        is_again[np.unique(runs, return_index=True)[1]] = False
+        begins = is_again & ~np.concatenate([[False], is_again[:-1]])
+        seconds: Any = [self._plain_seconds, self._rerun_seconds[nodes[is_again]], self._stretch_prices[nodes[begins]]]
+        return Cost(peak_bytes, math.fsum(np.concatenate(seconds).tolist()))
 
 
 @njit

@@ -39,8 +39,9 @@ class Node:
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
         backward_seconds: Time of its backward.
-        rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call, the tape
-            that is caught, the saved tensors that are handed over.
+        rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call.
+        stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it: the hook at which
+            it begins, the saved tensors that are handed over.
         forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
         backward_workspace_bytes: Transient peak of the backward beyond its inputs and gradients.
         parameter_bytes: Bytes of the parameter gradients that appear with its backward.
@@ -70,6 +71,7 @@ class Node:
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
     backward_seconds: float = field(default=0.0, metadata=_SECONDS)
     rerun_price: float = 0.0
+    stretch_price: float = 0.0
     forward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     backward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     parameter_bytes: int = field(default=0, metadata=_BYTES)
@@ -196,6 +198,12 @@ class Graph:
         nodes = (replace(n, forward_seconds=n.forward_seconds + n.rerun_price, rerun_price=0.0) for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
+    def without_stretch_prices(self) -> Graph:
+        """This graph, itself where its stretches of recomputations cost nothing beside their runs."""
+        if not any(node.stretch_price for node in self.nodes):
+            return self
+        return replace(self, nodes=tuple(replace(node, stretch_price=0.0) for node in self.nodes))
+
     def with_seconds_of(self, other: Graph, factor: float = 1.0) -> Graph:
         """This graph with the seconds of `other`, a profile of the same module, scaled by `factor`.
 
@@ -213,6 +221,7 @@ class Graph:
                 forward_seconds=b.forward_seconds * factor,
                 backward_seconds=b.backward_seconds * factor,
                 rerun_price=b.rerun_price,
+                stretch_price=b.stretch_price,
             )
             for a, b in zip(self.nodes, other.nodes, strict=True)
         )
@@ -272,7 +281,7 @@ def _check_node(node: Node, index: int) -> None:
         for i in indices:
             if not 0 <= i < limit:
                 raise ValueError(f"{where}: {label} names node {i}, which does not stand before it")
-    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node), "rerun_price"):
+    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node), "rerun_price", "stretch_price"):
         cost = getattr(node, label)
         if cost is not None and not cost >= 0:
             raise ValueError(f"{where}: {label} is {cost}, but a cost is not negative")

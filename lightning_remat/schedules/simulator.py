@@ -23,12 +23,14 @@ class Simulation:
         seconds: Time of all forward runs and backwards.
         recompute_seconds: The part of it that goes into second and later runs of a node.
         memory_bytes: The timeline: the most alive during each action.
+        action_seconds: Time of each action; none for a discard.
     """
 
     peak_bytes: int
     seconds: float
     recompute_seconds: float
     memory_bytes: tuple[int, ...]
+    action_seconds: tuple[float, ...] = ()
 
     @property
     def peak_position(self) -> int:
@@ -77,7 +79,8 @@ def simulate(
     replay.finish()
     timeline = tuple(replay.timeline)
     peak = max(timeline, default=replay.alive)
-    return Simulation(peak, math.fsum(replay.seconds), math.fsum(replay.recompute_seconds), timeline)
+    seconds, again = math.fsum(replay.seconds), math.fsum(replay.recompute_seconds)
+    return Simulation(peak, seconds, again, timeline, tuple(replay.seconds))
 
 
 def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh") -> int:
@@ -109,7 +112,8 @@ class Replay(GradientMemory):
         self.pending_users = [len(u) for u in graph.users]
         self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
         self.is_backward = False
-        self.seconds: list[float] = []  # summed once, exactly: the order of actions must not show
+        self.is_running_again = False  # in a stretch of recomputations
+        self.seconds: list[float] = []  # of each action; summed once, exactly: their order must not show
         self.recompute_seconds: list[float] = []
         self.timeline: list[int] = []
 
@@ -119,6 +123,7 @@ class Replay(GradientMemory):
             return self.forward(position, n)
         if kind == "B":
             return self.backward(position, n)
+        self.seconds.append(0.0)
         return self.discard_output(position, n) if kind == "D" else self.discard_tape(position, n)
 
     def error(self, position: int, reason: str) -> ScheduleError:
@@ -153,8 +158,9 @@ class Replay(GradientMemory):
             self.alive += node.tape_bytes
         seconds = node.forward_seconds
         if self.has_run[n]:
-            seconds += node.rerun_price
+            seconds += node.rerun_price + (0.0 if self.is_running_again else node.stretch_price)
             self.recompute_seconds.append(seconds)
+        self.is_running_again = self.has_run[n]
         self.seconds.append(seconds)
         self.has_run[n] = True
         return most
@@ -210,6 +216,7 @@ class Replay(GradientMemory):
             self.pending_users[i] -= 1
         if n in self.held_output:
             self.release(self.held_output.pop(n))
+        self.is_running_again = False
         self.seconds.append(node.backward_seconds)
         return most
 

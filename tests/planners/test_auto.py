@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from auto_cases import SMALL, budgets, convolutions, minimum
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from oracles.node_graphs import node_graphs, relu_chain
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, plan, simulate
@@ -52,10 +53,15 @@ def lowest_peak(graph: Graph) -> int:
     return best
 
 
+def priced(graph: Graph, price: float) -> Graph:
+    return replace(graph, nodes=tuple(replace(node, stretch_price=price) for node in graph.nodes))
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
-@given(node_graphs(most=9))
-def test_no_budget_is_slower_than_any_other_planner(graph: Graph) -> None:
+@given(node_graphs(most=9), st.sampled_from([0.0, 4.0]))
+def test_no_budget_is_slower_than_any_other_planner(graph: Graph, stretch_price: float) -> None:
+    graph = priced(graph, stretch_price)
     for budget in budgets(graph, 5):
         ours = simulate(graph, plan_auto(graph, budget, effort=SMALL))
         assert ours.peak_bytes <= budget
@@ -86,8 +92,9 @@ def test_the_floor_is_that_of_exhaustive_search(graph: Graph) -> None:
     assert minimum(graph) == lowest_peak(graph)
 
 
-def test_more_budget_is_never_slower() -> None:
-    graph = convolutions()
+@pytest.mark.parametrize("stretch_price", [0.0, 4.0])
+def test_more_budget_is_never_slower(stretch_price: float) -> None:
+    graph = priced(convolutions(), stretch_price)
     seconds = [simulate(graph, plan_auto(graph, b, effort=SMALL)).seconds for b in range(minimum(graph), 4000, 7)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == simulate(graph, lower_kept(graph, range(len(graph.nodes)))).seconds

@@ -41,6 +41,17 @@ def test_recomputation_costs_time_and_saves_memory() -> None:
     assert simulation.recompute_overhead == pytest.approx(2 / 9)
 
 
+def test_recomputations_have_their_prices_and_so_has_each_stretch_of_them() -> None:
+    graph = replace(chain(), nodes=tuple(replace(node, rerun_price=0.5, stretch_price=10.0) for node in chain().nodes))
+    at_once = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 B2 D2 F0 F1 B1 D1 B0 D0"))
+    assert (at_once.seconds, at_once.recompute_seconds) == (9 + 2 + 1 + 10, 2 + 1 + 10)
+    twice = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 D2 F0 F1 D0 F2 B2 D2 B1 D1 F0 B0 D0"))
+    assert twice.recompute_seconds == 4 + 2 + 2 * 10
+    assert sum(twice.action_seconds) == twice.seconds
+    assert twice.action_seconds[6] == 1 + 0.5 + 10  # discards between cost nothing and end no stretch
+    assert twice.action_seconds[7:10] == (1.5, 0.0, 1.5)
+
+
 @pytest.mark.parametrize(
     ("text", "position", "reason"),
     [

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...schedules.compiled import Small
+from ...schedules.compiled_simulator import Judge
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
 from .window_simulator import NONE, Problem, no_windows, work_for
@@ -71,6 +72,14 @@ class Front:
         if isinstance(recipe, Schedule):
             return recipe
         return schedule_of(self.graph, self.problem, self.windows(index), work_for(self.problem))
+
+    def offer_all(self, other: Front) -> None:
+        """Takes in the states of a graph that differs in seconds alone, by what they cost here."""
+        judge = Judge(self.graph)
+        for index, recipe in enumerate(other._recipes):
+            peak, seconds = judge.cost(other.schedule(index))
+            if self._is_better(peak, seconds):
+                self._insert(peak, seconds, recipe)
 
     def _is_better(self, peak: int, seconds: float) -> bool:
         at = bisect_right(self.peaks, peak)

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from ...schedules.compiled import Small
+from ...schedules.compiled_simulator import Judge
 from ...schedules.floor import find_floor
 from ...schedules.graph import Graph
 from ...schedules.time_bound import TimeBound
@@ -65,7 +66,7 @@ def _search(graph: Graph, effort: float, relative: Front | None) -> Front:
         if len(graph.nodes) > constants.DEEPER_NODES:
             builder.bridge()
         builder.polish()
-    return builder.front
+    return builder.priced_front()
 
 
 def _share(num_nodes: int) -> float:
@@ -76,11 +77,16 @@ def _share(num_nodes: int) -> float:
 
 
 class FrontBuilder:
-    """The parts of the search, which share the front, the effort and a watcher."""
+    """The parts of the search, which share the front, the effort and a watcher.
+
+    What a stretch of recomputations costs no window tells: states are found without it, and chosen from by what they
+    cost with it.
+    """
 
     def __init__(self, graph: Graph, progress: SearchProgress, effort: float = 1.0) -> None:
+        self.priced_graph, graph = graph, graph.without_stretch_prices()
         self.graph, self.problem, self.progress = graph, pack(graph), progress
-        self.front = Front(graph, self.problem)
+        self.front, self.priced = Front(graph, self.problem), Front(self.priced_graph, self.problem)
         self.is_deep = len(graph.nodes) > constants.DEEP_NODES
         self.last = int(effort * _share(len(graph.nodes)) * constants.ACTIONS_PER_EFFORT)
         self.search = Search(self.problem, self.front.offer, max(1, int(self.last * constants.WALK_SHARE)))
@@ -93,19 +99,30 @@ class FrontBuilder:
 
     def meet_rivals(self) -> None:
         """Takes in what other planners answer, so that none of those is faster or lower at any budget."""
-        self._meet(rival_candidates(self.graph))
+        self._meet(rival_candidates(self.priced_graph))
 
     def meet_deep_rivals(self) -> None:
         """The same of the planners for long chains."""
-        self._meet(deep_candidates(self.graph))
+        self._meet(deep_candidates(self.priced_graph))
 
     def _meet(self, candidates: Iterable[Candidate]) -> None:
+        judge = Judge(self.graph)
         for number, (peak, seconds, schedule) in enumerate(candidates):
             self._tell(1 - 1 / (1 + number / 100), "other planners")
+            if self.priced_graph is not self.graph:
+                self.priced.offer_schedule(peak, seconds, schedule)
+                seconds = judge.cost(schedule).seconds
             if self._is_news(peak, seconds):
                 self.search.replay(windows_of(self.graph, self.problem, schedule))
                 if self._is_news(peak, seconds):
                     self.front.offer_schedule(peak, seconds, schedule)
+
+    def priced_front(self) -> Front:
+        """What was found, with stretches priced."""
+        if self.priced_graph is self.graph:
+            return self.front
+        self.priced.offer_all(self.front)
+        return self.priced
 
     def meet_relative(self, relative: Front) -> None:
         """Takes in what the same operations led to at other costs."""
