@@ -54,7 +54,7 @@ _QUESTIONS: tuple[Any, ...] = (
 _OF_CONSTANTS = (np.prod, np.sum, np.mean, np.max, np.min, np.round)
 """Of numpy's functions, beside those that take single numbers, what sizes and settings are computed with."""
 
-_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "item", "reshape", "tolist", "transpose")
+_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "reshape", "transpose")
 """Methods of arrays that compute nothing."""
 
 _here = threading.local()
