@@ -57,7 +57,7 @@ _STREAM_QUESTION: Any = getattr(torch.xpu, "is_current_stream_capturing", None)
 _OF_CONSTANTS = (np.prod, np.sum, np.mean, np.max, np.min, np.round)
 """Of numpy's functions, beside those that take single numbers, what sizes and settings are computed with."""
 
-_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "item", "reshape", "tolist", "transpose")
+_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "reshape", "transpose")
 """Methods of arrays that compute nothing."""
 
 _here = threading.local()

@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[str, Callable[[], Arguments], dict[str, dict[str, Any]]], ..
             "recurrent_gemma": GROUPED | {"lru_width": 64, "attention_window_size": 32, "num_hidden_layers": 3},
             "bamba": GROUPED
             | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
-            | {"attn_layer_indices": [1], "num_hidden_layers": 2},
+            | {"attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_chunk_size": 16},
         },
     ),
     (
