@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
+from ..module_state.own_draws import draws
 from ..operations.contexts import entered
 
 
@@ -113,8 +114,7 @@ class WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.is_random = True
+        self.is_random |= draws(func, args, kwargs or {})
         if any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values())):
             raise TraceError(
                 f"{func} draws from a generator of its own, whose state a recomputation would not find. Remedy: draw "

@@ -40,7 +40,7 @@ class OwnDraws(TorchDispatchMode):
         """Runs an operation; one that draws does so from a generator of this mode."""
         del types
         named = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, named):
+        if not draws(func, args, named) or _has_generator(args, named):
             return func(*args, **named)
         self.num_draws += 1
         device = _device(args, named)
@@ -58,6 +58,17 @@ class OwnDraws(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = new_generator(device)
         return self._generators[device]
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers: an attention does not where it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get(argument.name, args[at] if at < len(args) else argument.default_value)
+            return given != 0
+    return True
 
 
 def _has_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

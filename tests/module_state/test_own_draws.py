@@ -60,6 +60,28 @@ def test_shared_generators_stay(draw: Callable[[], Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.inner = dropout, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)[None]
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=self.dropout)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_an_attention_draws_where_it_drops_something(dropout: float) -> None:
+    module = Attention(dropout)
+    state = torch.get_rng_state()
+    with OwnDraws() as draws:
+        module(X)
+    assert bool(draws.num_draws) == bool(dropout)
+    assert any(operation.is_random for operation in trace(module, X).operations) == bool(dropout)
+    module(X)
+    assert torch.equal(state, torch.get_rng_state()) != bool(dropout)
+
+
 def test_a_generator_of_the_callers_is_used() -> None:
     expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
     with OwnDraws():
