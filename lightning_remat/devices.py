@@ -33,6 +33,11 @@ def device_name(device: torch.device) -> str:
     return device.type if name is None else name(device)
 
 
+def modules_of_kinds() -> list[Any]:
+    """PyTorch's own modules for kinds of devices, whether there is such a device or not."""
+    return [torch.cuda, torch.xpu, torch.mps]
+
+
 # Memory
 
 

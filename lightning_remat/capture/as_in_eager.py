@@ -4,9 +4,6 @@ Libraries compute otherwise under `torch.compile`: a scan in place of a loop, a 
 The results differ in bits, so whoever asks with tensors or modules at hand is told that nothing is compiled. Who has
 none is told the truth, as it only avoids what cannot be captured, a context variable; so is who warns, and so is
 PyTorch's own code, whose other ways are often the only ones that can be captured.
-
-Nor are functions of numpy captured, as TorchDynamo would let torch compute them: other sums, other random numbers.
-Numbers that are made of constants alone are taken from numpy itself; everything else divides the forward there.
 """
 
 from __future__ import annotations
@@ -15,25 +12,23 @@ import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial, partialmethod
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo import external_utils, trace_rules
-from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
     NNModuleVariable,
-    NumpyNdarrayVariable,
-    NumpyVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
 )
 
+from ..devices import modules_of_kinds
 from .shared_setting import SharedSetting
 
 # TorchDynamo's own names; nothing of them is typed.
@@ -51,14 +46,13 @@ _QUESTIONS: tuple[Any, ...] = (
     external_utils.is_compiling,
 )
 
-_STREAM_QUESTION: Any = getattr(torch.xpu, "is_current_stream_capturing", None)
-"""Another question, at which TorchDynamo stops unless it may ask it: libraries take it for one with those above."""
-
-_OF_CONSTANTS = (np.prod, np.sum, np.mean, np.max, np.min, np.round)
-"""Of numpy's functions, beside those that take single numbers, what sizes and settings are computed with."""
-
-_MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "reshape", "transpose")
-"""Methods of arrays that compute nothing."""
+_STREAM_QUESTIONS: list[Any] = [
+    question
+    for module in modules_of_kinds()
+    if (question := getattr(module, "is_current_stream_capturing", None)) is not None
+    and trace_rules.lookup(question) is not TorchInGraphFunctionVariable
+]
+"""Others, at which TorchDynamo stops unless it may ask them: libraries take them for one with those above."""
 
 _here = threading.local()
 
@@ -80,16 +74,21 @@ def as_in_eager() -> Generator[None]:
         _here.is_hidden = before
 
 
+def is_captured_as_eager() -> bool:
+    """Whether what this thread captures now is answered so: others that compile are not concerned."""
+    return getattr(_here, "is_hidden", False)
+
+
 def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
     """The value of a question in a frame that is captured."""
-    if getattr(_here, "is_hidden", False) and _may_compute(frame):
+    if is_captured_as_eager() and _may_compute(frame):
         return ConstantVariable.create(False)
     return truth(variable, frame, *args, **kwargs)
 
 
-def _about_streams(_variable: Any, frame: Any) -> Any:
+def _about_streams(variable: Any, frame: Any) -> Any:
     try:
-        return ConstantVariable.create(_STREAM_QUESTION())
+        return ConstantVariable.create(variable.value())
     except RuntimeError:  # of a PyTorch without such devices, which libraries expect
         raise_observed_exception(RuntimeError, frame)
 
@@ -147,47 +146,13 @@ def _has_tensors_or_modules(values: Iterable[Any]) -> bool:
     return False
 
 
-def _call_numpy(truth: Callable[..., Any], function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of numpy returns in a frame that is captured."""
-    is_known = isinstance(function.value, np.ufunc) or function.value in _OF_CONSTANTS
-    given = [*args, *kwargs.values()]
-    if not getattr(_here, "is_hidden", False):
-        return truth(function, frame, args, kwargs)
-    if is_known and all(value.is_python_constant() for value in given):
-        named = {name: value.as_python_constant() for name, value in kwargs.items()}
-        made = function.value(*(value.as_python_constant() for value in args), **named)
-        if isinstance(made, (np.bool_, np.integer, np.float64)):
-            return ConstantVariable.create(made.item())
-    _divide_at(f"numpy.{getattr(function.value, '__name__', function.value)}")
-
-
-def _call_array(truth: Callable[..., Any], array: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What a method of an array of numpy's returns in a frame that is captured."""
-    if getattr(_here, "is_hidden", False) and name not in _MOVES:
-        _divide_at(f"numpy.ndarray.{name}")
-    return truth(array, frame, name, args, kwargs)
-
-
-def _divide_at(what: str) -> NoReturn:
-    unimplemented(gb_type=f"{what} has other bits in torch:", context=what, explanation="it runs as it is.", hints=[])
-
-
-def _answered(self: Any, answer: Callable[..., Any], truth: Callable[..., Any], *args: Any) -> Any:
-    return answer(truth, self, *args)
-
-
 def _install() -> None:
-    for kind, method, answer in (
-        (NumpyVariable, "call_function", _call_numpy),
-        (NumpyNdarrayVariable, "call_method", _call_array),
-    ):
-        setattr(kind, method, partialmethod(_answered, answer, getattr(kind, method)))
     handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in _QUESTIONS:
         handlers[question] = partial(_answer, handlers[question])
-    if _STREAM_QUESTION is not None:
-        trace_rules._allowed_callable_ids.add(id(_STREAM_QUESTION))
-        handlers[_STREAM_QUESTION] = _about_streams
+    for question in _STREAM_QUESTIONS:
+        trace_rules._allowed_callable_ids.add(id(question))
+        handlers[question] = _about_streams
 
 
 _install()

@@ -26,10 +26,13 @@ from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
 from .as_in_eager import NOTE_FOR_COMPILERS, as_in_eager
 from .generators_left import generators_left
+from .numpy_as_it_is import leave_numpy_as_it_is
 from .shared_setting import SharedSetting
 
-# Of TorchDynamo's own names only these few are used, all of them here and in `as_in_eager`.
+# Of TorchDynamo's own names only these few are used, all of them in this folder.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+
+leave_numpy_as_it_is()
 
 _numbers = itertools.count(1)
 

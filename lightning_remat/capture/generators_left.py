@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..devices import modules_of_kinds
 from .shared_setting import SharedSetting
 
 
@@ -28,7 +29,7 @@ def _unless_by_dynamo(write: Callable[..., None]) -> Callable[..., None]:
 
 _SETTINGS = [
     SharedSetting(holder, "set_rng_state", _unless_by_dynamo(holder.set_rng_state))
-    for holder in (torch.random, torch.cuda)
+    for holder in (torch.random, *modules_of_kinds())
 ]
 
 

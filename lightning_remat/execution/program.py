@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from ..operations.evaluation import Run, Stretch, compile_constant, compile_oper
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
+from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
@@ -197,6 +198,31 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         hooked,
         order.revived,
         map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
+    )
+
+
+def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
+    """The program of a plan, after checking for which operations it was made.
+
+    Args:
+        ways: The module's operations, in each of the ways in which they may run.
+        plan: For one of them.
+
+    Raises:
+        ValueError: The plan is for another module.
+    """
+    planned = [node.name for node in plan.graph.nodes]
+    own: list[str] | None = None
+    for traced in ways:
+        names = [operation.name for operation in traced.operations]
+        if names == planned:
+            return compile_schedule(traced, plan.schedule, plan.graph)
+        own = own or names
+    assert own is not None, "operations of a module"
+    difference = next((a for a, b in zip(planned, own, strict=False) if a != b), "the number of operations")
+    raise ValueError(
+        f"the plan has {len(planned)} operations and the module {len(own)}; the first difference is {difference!r}. "
+        "Remedy: make the plan on this module"
     )
 
 

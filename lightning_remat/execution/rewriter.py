@@ -23,7 +23,6 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
-from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
@@ -43,31 +42,6 @@ _BOUND = ("forward", _REPLICATE, _GET_STATE)
 
 _MOST_PLANS = 8
 """Graphs for which plans are made while a module trains, before it goes on without."""
-
-
-def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
-    """The program of a plan, after checking for which operations it was made.
-
-    Args:
-        ways: The module's operations, in each of the ways in which they may run.
-        plan: For one of them.
-
-    Raises:
-        ValueError: The plan is for another module.
-    """
-    planned = [node.name for node in plan.graph.nodes]
-    own: list[str] | None = None
-    for traced in ways:
-        names = [operation.name for operation in traced.operations]
-        if names == planned:
-            return compile_schedule(traced, plan.schedule, plan.graph)
-        own = own or names
-    assert own is not None, "operations of a module"
-    difference = next((a for a, b in zip(planned, own, strict=False) if a != b), "the number of operations")
-    raise ValueError(
-        f"the plan has {len(planned)} operations and the module {len(own)}; the first difference is {difference!r}. "
-        "Remedy: make the plan on this module"
-    )
 
 
 Part = tuple[Program, Plan]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices import HOST, new_generator
-from .random_state import RandomState, device_generators, generators_in_use
+from .random_state import (
+    RandomState,
+    Source,
+    device_generators,
+    drawing_from,
+    generator_of,
+    generators_in_use,
+)
 
 
 class OwnDraws(TorchDispatchMode):
@@ -33,6 +41,22 @@ class OwnDraws(TorchDispatchMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.num_draws = 0
         self._generators: dict[torch.device, torch.Generator | None] = {}
+        self._noted = ExitStack()
+
+    def __enter__(self) -> OwnDraws:
+        """What is drawn again is drawn from these generators, too."""
+        self._noted.enter_context(drawing_from(self._sources))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """As before."""
+        self._noted.close()
+        super().__exit__(*error)  # pyright: ignore[reportUnknownMemberType]
+
+    def _sources(self, devices: Iterable[torch.device]) -> list[Source]:
+        own = [(device, self._generator(device)) for device in devices]
+        found = [(device, None if generator is None else generator_of(generator)) for device, generator in own]
+        return [source or device_generators([device])[0] for device, source in found]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

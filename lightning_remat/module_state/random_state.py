@@ -20,6 +20,9 @@ generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
 
 
+_local = threading.local()
+
+
 class Source(NamedTuple):
     """A random generator: its name in messages, how its state is read and set, and when two states are one."""
 
@@ -69,7 +72,8 @@ class Draws:
     """
 
     def __init__(self, devices: Iterable[torch.device], *, with_host: bool) -> None:
-        sources = [*device_generators([HOST, *devices]), *(HOST_GENERATORS if with_host else ())]
+        drawn_from = getattr(_local, "drawn_from", device_generators)
+        sources = [*drawn_from([HOST, *devices]), *(HOST_GENERATORS if with_host else ())]
         self._before = [(source, source.read()) for source in sources]
         self._moved: list[tuple[Source, Any, Any]] = []
 
@@ -103,6 +107,17 @@ class Draws:
                 "thread draws from the same generator, or the operation does not do the same twice. Remedy: draw from "
                 "a generator of its own in the other thread, or leave the operation out of the rewritten modules"
             )
+
+
+@contextmanager
+def drawing_from(sources: Callable[[Iterable[torch.device]], list[Source]]) -> Generator[None]:
+    """What operations of this thread draw from within the block, given devices, in place of `device_generators`."""
+    before = getattr(_local, "drawn_from", device_generators)
+    _local.drawn_from = sources
+    try:
+        yield
+    finally:
+        _local.drawn_from = before
 
 
 def device_generators(devices: Iterable[torch.device]) -> list[Source]:

@@ -13,7 +13,8 @@ from torch import nn
 from ..capture.dynamo import CapturedGraph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.executor import retried
-from ..execution.rewriter import checked_program, install_regions, restore
+from ..execution.program import checked_program
+from ..execution.rewriter import install_regions, restore
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in

@@ -13,8 +13,7 @@ from torch._dynamo import OptimizedModule
 
 from ..capture.dynamo import CapturedGraph
 from ..errors import TraceError
-from ..execution.program import Program
-from ..execution.rewriter import checked_program
+from ..execution.program import Program, checked_program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
 from ..operations.operation import TracedModule

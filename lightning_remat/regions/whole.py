@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.tracer import out_of_place, ways_of
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
-from ..execution.rewriter import checked_program, current_plan, forced, install, restore
+from ..execution.program import checked_program
+from ..execution.rewriter import current_plan, forced, install, restore
 from ..lowering import lower_kept
 from ..module_state.nesting import flatten, tensors_in
 from ..operations.operation import TracedModule

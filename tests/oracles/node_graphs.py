@@ -48,7 +48,7 @@ def relu_chain(length: int, output_bytes: int = 100) -> Graph:
 
 
 def varied(graph: Graph, rng: random.Random) -> Graph:
-    """Some gradients of their own size or none at all, tuples and gradients of inputs, prices of recomputations."""
+    """Some gradients of their own size or none at all, tuples and gradients of inputs."""
     nodes = [
         replace(
             node,
@@ -58,9 +58,13 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
             backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
             backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
             backward_shared_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
-            rerun_price=rng.choice([0.0, 1.0]),
-            stretch_price=rng.choice([0.0, 2.0, 5.0]),
         )
         for node in graph.nodes
     ]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def priced(graph: Graph, rng: random.Random) -> Graph:
+    """Recomputations and stretches of them cost something beside their kernels."""
+    nodes = (replace(n, rerun_price=rng.choice([0.0, 1.0]), stretch_price=rng.choice([0.0, 5.0])) for n in graph.nodes)
     return replace(graph, nodes=tuple(nodes))

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.node_graphs import node_graphs, varied
+from oracles.node_graphs import node_graphs, priced, varied
 from random_graphs import graphs, schedules
 
 from lightning_remat import Graph, Schedule, simulate
@@ -23,7 +23,7 @@ def check(graph: Graph, schedule: Schedule) -> None:
 @given(st.data(), st.integers(0, 2**32))
 def test_equals_the_simulator(data: st.DataObject, seed: int) -> None:
     rng = random.Random(seed)
-    graph = varied(data.draw(st.one_of(graphs(), node_graphs(most=9))), rng)
+    graph = priced(varied(data.draw(st.one_of(graphs(), node_graphs(most=9))), rng), rng)
     schedule = data.draw(schedules(graph))
     check(graph, schedule)
     check(graph, apply_liveness(graph, schedule))
