@@ -56,12 +56,18 @@ def test_a_thread_draws_as_if_it_were_alone() -> None:
             step_run.step_peak(module, (X,), {}, is_module_alone=True)
 
 
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Dropout(0.5), nn.Tanh())
+
+
 def test_a_thread_draws_as_if_it_were_alone_while_modules_are_planned() -> None:
-    modules = [Counts() for _ in range(3)]
-    budget = least_budget(Counts(), X)
+    first, *modules = [nn.Sequential(*(block() for _ in range(4))) for _ in range(4)]
+    budget = least_budget(first, X)
     with drawing_beside():
         for module in modules:
-            assert rematerialized(module, X, budget=budget).num_recomputed
+            plan = rematerialized(module, X, budget=budget)
+            assert plan.rung == "traced"
+            assert plan.num_recomputed
 
 
 class Reentrant(nn.Module):
