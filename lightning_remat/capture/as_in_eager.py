@@ -27,6 +27,7 @@ from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..devices import modules_of_kinds
 from .shared_setting import SharedSetting
@@ -64,9 +65,13 @@ _LEFT_OUT = SharedSetting(NOTE_FOR_COMPILERS, "_dynamo_forbidden", False)  # els
 
 
 @contextmanager
-def as_in_eager() -> Generator[None]:
-    """What this thread captures inside is answered so."""
-    before, _here.is_hidden = getattr(_here, "is_hidden", False), True
+def as_in_eager(tensors: Iterable[Tensor]) -> Generator[None]:
+    """What this thread captures inside, of a forward with these tensors, is answered so.
+
+    On fake tensors the truth is told: they have no values that libraries might look at in place of compiling.
+    """
+    before = getattr(_here, "is_hidden", False)
+    _here.is_hidden = not any(isinstance(t, FakeTensor) for t in tensors)
     try:
         with _LEFT_OUT.wanted():
             yield

@@ -153,7 +153,7 @@ class CompiledForward:
             # Of this thread; TorchDynamo may have to capture anew.
             settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
             hooks = _hooks_captured.wanted() if self.has_hooks else nullcontext()
-            with config.patch(settings), as_in_eager(), generators_left(), hooks:
+            with config.patch(settings), as_in_eager(tensors_in((args, kwargs))), generators_left(), hooks:
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)

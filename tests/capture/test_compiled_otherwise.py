@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_steps import assert_equal_traces, traces
 
 from lightning_remat import rematerialize
@@ -141,6 +142,16 @@ def test_values_decide_as_without_a_capture() -> None:
     plan = rematerialize(module, (X, ones), memory_budget="90%", planner="periodic")
     assert plan.num_recomputed
     assert_equal_traces(traces(plain, [(X, ones), (X, some)]), traces(module, [(X, ones), (X, some)]))
+
+
+def test_on_fake_tensors_nobody_is_made_to_look_at_values() -> None:
+    with FakeTensorMode():
+        module = Masked()
+        plan = rematerialize(
+            module, (torch.randn(256, 16), torch.ones(256, 1)), memory_budget="90%", planner="periodic"
+        )
+    assert plan.rung == "traced"
+    assert plan.num_recomputed
 
 
 def test_others_that_compile_are_told_the_truth() -> None:
