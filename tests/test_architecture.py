@@ -140,6 +140,7 @@ def test_lightning_stays_in_its_room(path: Path) -> None:
 KINDS = {"cuda", "hip", "xpu", "mps", "mtia"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", parameters(path for path in FILES if room_of(path) != "devices"))
 def test_one_file_speaks_to_devices(path: Path) -> None:
     """The others ask it, so that no line of the package is for one kind of device."""

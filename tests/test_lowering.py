@@ -34,6 +34,7 @@ def test_liveness_moves_discards_to_the_last_use() -> None:
     assert str(apply_liveness(relus(3), schedule)) == "F0 F1 F2 B2 D2 B1 D1 B0 D0"
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_kept_set_gives_a_valid_schedule_with_at_most_one_recomputation(data: st.DataObject) -> None:
     graph = data.draw(graphs())
@@ -44,6 +45,7 @@ def test_any_kept_set_gives_a_valid_schedule_with_at_most_one_recomputation(data
         assert 1 <= sum(a == ("F", n) for a in schedule) <= 2
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_keeping_everything_recomputes_nothing(graph: Graph) -> None:
     assert simulate(graph, lower_kept(graph, range(len(graph.nodes)))).recompute_seconds == 0

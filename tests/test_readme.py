@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_plain_pytorch_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (snippet,) = [s for s in SNIPPETS if "rematerialize(model" in s]
     names: dict[str, object] = {}

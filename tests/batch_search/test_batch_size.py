@@ -103,6 +103,7 @@ def test_data_set_limits_the_size(tmp_path: Path) -> None:
     assert "largest size allowed" in result.choice
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path: Path) -> None:
     module = seeded(Unlimited)
     with pytest.raises(InfeasibleBudgetError, match=r"at batch size 1, budget 300\.00 KiB: because of node") as caught:
@@ -251,6 +252,7 @@ def test_validation_keeps_its_size_unless_included(tmp_path: Path) -> None:
     assert seen == {False: {4}, True: {20}}
 
 
+@pytest.mark.slow
 def test_schedulers_count_right_and_hyperparameters_show_the_size(tmp_path: Path) -> None:
     totals: list[int] = []
 

@@ -145,6 +145,7 @@ def test_a_larger_size_is_found_out_of_place(monkeypatch: pytest.MonkeyPatch) ->
     assert not is_apart(fused.plan, plain, batch)
 
 
+@pytest.mark.slow
 def test_no_size_is_lost_where_nothing_is_gained_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module, batch = classifier(), torch.randn(16, 3, 16, 16)

@@ -154,6 +154,7 @@ def test_a_stored_plan_that_only_the_first_rank_has_is_taken(tmp_path: Path, mon
     assert not answers
 
 
+@pytest.mark.slow
 def test_where_another_rank_differs_in_its_self_check_no_rank_keeps_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

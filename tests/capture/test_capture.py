@@ -118,6 +118,7 @@ class AsksABuffer(nn.Module):
         return self.last(x.sigmoid().exp().sigmoid())
 
 
+@pytest.mark.slow
 def test_a_decision_by_a_buffer_is_taken_in_every_step() -> None:
     x = torch.randn(256, 4)
     plain = AsksABuffer()

@@ -119,6 +119,7 @@ def test_hooks_fire_as_in_the_plain_step_within_the_budget(case: str) -> None:
     assert_same(steps(module, seen), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", [scales_before, lambda m, seen: m.register_full_backward_hook(lambda *_: None)])
 def test_pytorch_warns_as_in_the_plain_step(register: Registers) -> None:
     """Of a hook without gradients of inputs; a pre-hook needs none."""

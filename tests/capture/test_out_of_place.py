@@ -151,6 +151,7 @@ def test_activations_apart_have_the_same_results(name: str) -> None:
     assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
 
 
+@pytest.mark.slow
 def test_what_is_overwritten_and_read_again_stays_in_place() -> None:
     x = torch.randn(8, 6)
     assert trace_out_of_place(Activated(nn.ReLU(True), reads_before=True), x) is None

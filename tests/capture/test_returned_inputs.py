@@ -81,6 +81,7 @@ def test_steps_are_bitwise_equal(module: nn.Module) -> None:
     assert_equal_steps(module, torch.randn(3, 64), kept=((), (1,), (2,), (0, 3)))
 
 
+@pytest.mark.slow
 def test_a_returned_input_costs_nothing_and_is_the_same_tensor() -> None:
     x = torch.randn(3, 64)
     kinds = [o.kind for o in trace(ReadsBoth(), x).operations]

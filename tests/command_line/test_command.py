@@ -56,6 +56,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obje
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     told = asked(capsys, f"{HERE}:chain", "--input", "1024x32", "--memory", "70%")
     assert told["measured_peak_bytes"] <= told["budget_bytes"] < told["plain_peak_bytes"]
@@ -68,6 +69,7 @@ def test_a_fixed_batch_within_a_budget(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(told["plain_peak_contents"].values()) == pytest.approx(told["plain_peak_bytes"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_prediction_is_that_of_the_real_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     told = asked(capsys, f"{HERE}:chain", "--input", "1024x32", "--memory", "70%", "--save", str(file))
@@ -97,12 +99,14 @@ def test_a_lightning_module_brings_its_input_and_optimizer(capsys: pytest.Captur
     assert (told["batch_size"], told["optimizers"], told["budget_bytes"]) == (64, ["Adam"], None)
 
 
+@pytest.mark.slow
 def test_ddp_counts_its_buckets(capsys: pytest.CaptureFixture[str]) -> None:
     alone = asked(capsys, f"{HERE}:chain", "--input", "64x32")
     together = asked(capsys, f"{HERE}:chain", "--input", "64x32", "--strategy", "ddp", "--world-size", "2")
     assert together["plain_peak_bytes"] - alone["plain_peak_bytes"] == alone["parameter_bytes"]
 
 
+@pytest.mark.slow
 def test_precision_takes_less(capsys: pytest.CaptureFixture[str]) -> None:
     full = asked(capsys, f"{HERE}:chain", "--input", "1024x32")
     half = asked(capsys, f"{HERE}:chain", "--input", "1024x32", "--precision", "bf16-true")

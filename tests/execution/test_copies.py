@@ -28,6 +28,7 @@ def test_copies_and_pickles_train_alike() -> None:
     assert_equal_traces(expected, traces(pickle.loads(pickle.dumps(ours)), [X] * 2))
 
 
+@pytest.mark.slow
 def test_a_pickle_and_a_shallow_copy_are_the_plain_module() -> None:
     ours = recomputing_copy(chain(), X)
     for other in (copy.copy(ours), pickle.loads(pickle.dumps(ours))):
@@ -35,6 +36,7 @@ def test_a_pickle_and_a_shallow_copy_are_the_plain_module() -> None:
     assert b"lightning_remat" not in pickle.dumps(ours)
 
 
+@pytest.mark.slow
 def test_state_dict_both_ways() -> None:
     plain = chain()
     ours = recomputing_copy(plain, X)

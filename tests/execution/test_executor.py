@@ -154,6 +154,7 @@ def test_several_forwards_before_one_backward() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_gradient_penalty_needs_a_double_backward() -> None:
     results = []
     plain, ours, x = rewritten_chain()
@@ -187,6 +188,7 @@ class RunsOutOfMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_an_error_in_a_recomputation_leaves_the_next_step_right() -> None:
     plain, ours, x = rewritten_chain()
     torch.manual_seed(3)
@@ -220,6 +222,7 @@ def test_no_memory_is_held_after_a_step_or_without_its_backward() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_an_output_changed_in_place_is_noticed() -> None:
     plain, ours, x = rewritten_chain(kept={4, 8, 15})
     for module in (plain, ours):
@@ -257,6 +260,7 @@ class Counter(nn.Module):
         return (x * self.calls).sigmoid()
 
 
+@pytest.mark.slow
 def test_a_module_that_counts_its_calls_counts_them_once() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), Counter(), nn.Linear(4, 4), Counter(), nn.Sigmoid())
     ours, x = copy.deepcopy(plain), torch.randn(8, 4)

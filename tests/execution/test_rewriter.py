@@ -45,6 +45,7 @@ def test_restore_undoes_and_repeats() -> None:
         assert set(vars(module)) == before
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_nothing_leaves_the_plain_forward() -> None:
     module = network()
     plan = rematerialize(module, X, memory_budget="100%", planner="periodic")
@@ -52,6 +53,7 @@ def test_a_plan_that_recomputes_nothing_leaves_the_plain_forward() -> None:
     assert not is_rewritten(module)
 
 
+@pytest.mark.slow
 def test_eval_and_no_grad_use_the_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = rewritten()
     monkeypatch.setattr("lightning_remat.execution.rewriter.run_forward", lambda *_: pytest.fail("the executor ran"))
@@ -60,6 +62,7 @@ def test_eval_and_no_grad_use_the_plain_forward(monkeypatch: pytest.MonkeyPatch)
     module.eval()(X)
 
 
+@pytest.mark.slow
 def test_copies_are_rewritten_and_pickles_are_plain() -> None:
     module = rewritten()
     twin = copy.deepcopy(module)
@@ -204,6 +207,7 @@ class RemembersPositions(nn.Module):
         return self.layers(x + self.positions)
 
 
+@pytest.mark.slow
 def test_what_is_remembered_by_the_first_step_leaves_the_later_ones_within_the_budget() -> None:
     module, x = RemembersPositions(), torch.randn(256, 64)
     with pytest.raises(InfeasibleBudgetError) as caught:

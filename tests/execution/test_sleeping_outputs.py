@@ -47,6 +47,7 @@ class SavesAnItem(nn.Module):
         return self.head(hidden).sigmoid()
 
 
+@pytest.mark.slow
 def test_a_value_that_is_gone_before_it_is_saved_is_not_held() -> None:
     x = torch.randn(4096, 8)
     graph = profile(trace(SavesAnItem(), x), x)

@@ -37,6 +37,7 @@ def test_a_loss_on_one_of_two_outputs(which: int) -> None:
     compared(use, Two())
 
 
+@pytest.mark.slow
 def test_outputs_one_after_the_other() -> None:
     def use(m: nn.Module) -> list[Any]:
         a, b = m(X)
@@ -58,6 +59,7 @@ def test_gradients_of_inputs_and_parameters_with_autograd_grad() -> None:
     compared(use)
 
 
+@pytest.mark.slow
 def test_accumulation_over_batches_and_several_forwards() -> None:
     def use(m: nn.Module) -> list[Any]:
         for k in range(3):
@@ -124,6 +126,7 @@ def test_frozen_parts_and_parts_unfrozen_later(frozen: list[str]) -> None:
     compared(use, module)
 
 
+@pytest.mark.slow
 def test_batch_and_image_sizes_change() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1))
     ours = recomputing_copy(module, torch.randn(4, 3, 9, 9))
@@ -131,6 +134,7 @@ def test_batch_and_image_sizes_change() -> None:
     assert_equal_traces(traces(module, batches), traces(ours, batches))
 
 
+@pytest.mark.slow
 def test_functional_call_recomputes_with_the_parameters_of_its_forward() -> None:
     def use(m: nn.Module) -> list[Any]:
         values = {n: (p.detach() * 1.5).requires_grad_() for n, p in m.named_parameters()}
@@ -164,6 +168,7 @@ def test_checkpoint_around(reentrant: bool) -> None:
     compared(use, nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.LayerNorm(6), nn.Sigmoid()))
 
 
+@pytest.mark.slow
 def test_two_rewritten_models_train_each_other() -> None:
     """A generator and a discriminator, each rewritten, as in a GAN."""
 

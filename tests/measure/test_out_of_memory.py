@@ -62,6 +62,7 @@ class Failing(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 def test_error_in_training_carries_the_table_and_three_remedies(tmp_path: Path) -> None:

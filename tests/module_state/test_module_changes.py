@@ -73,6 +73,7 @@ def test_what_hooks_change_and_keep_is_respected() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_a_hook_registered_later_still_fires() -> None:
     ours, calls = recomputing_copy(chain(), X), []
     ours[1].register_forward_hook(lambda *_: calls.append(1))

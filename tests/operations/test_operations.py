@@ -221,6 +221,7 @@ def test_layers(name: str) -> None:
     assert_equal_steps(image_layers(LAYERS[name]()), IMAGES, kept=[(), (0,), (1,)])
 
 
+@pytest.mark.slow
 def test_a_cumulative_norm_that_reads_its_counter_takes_the_graph_apart() -> None:
     wide = nn.Sequential(nn.Linear(6, 6), *(nn.Sigmoid() for _ in range(4)))
     plain, x = nn.Sequential(wide, nn.BatchNorm1d(6, momentum=None), copy.deepcopy(wide)), torch.randn(256, 6)
@@ -267,6 +268,7 @@ class Bag(nn.Module):
         return self.head(self.table(codes).sigmoid().sum(1) * self.bag(codes)).sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embeddings(sparse: bool) -> None:
     codes = torch.randint(0, 20, (8, 5))

@@ -108,6 +108,7 @@ def test_the_search_is_deterministic() -> None:
     assert (first.peaks, first.seconds) == (second.peaks, second.seconds)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(node_graphs(most=9))
 def test_a_node_is_run_again_only_for_its_output_or_tape(graph: Graph) -> None:
@@ -161,6 +162,7 @@ def test_a_front_does_not_depend_on_what_was_planned_before() -> None:
     assert [after.schedule(k) for k in range(len(after.peaks))] == [alone.schedule(k) for k in range(len(alone.peaks))]
 
 
+@pytest.mark.slow
 def test_threads_that_plan_at_once_find_what_one_finds_alone() -> None:
     graphs = [relu_chain(length) for length in (8, 9, 10, 11)]
     front_of.cache_clear()
@@ -214,6 +216,7 @@ def test_is_the_default_planner() -> None:
     assert plan(graph, 10_000, effort=SMALL).planner == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", [SMALL, 10 * SMALL])
 def test_low_budgets_get_their_share_of_the_search(effort: float, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = convolutions(60)

@@ -33,6 +33,7 @@ def test_one_ordered_run_a_step_is_no_loss_on_tiny_graphs(graph):
     assert fastest(graph, floor, is_ordered=False) == fastest(graph, floor)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(node_graphs(least=3, most=9))
 def test_relaxation_never_beats_the_integer_program_and_keeps_to_every_budget(graph):

@@ -37,6 +37,7 @@ def falls_right_before_backwards(sequence: ChainSequence) -> bool:
     return all(b == ("B", a.stage) for a, b in pairwise(operations) if a.kind == "Fall")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floating", [True, False])
 @given(chain=chains(), fraction=st.floats(0.3, 1.0))
 @settings(deadline=None, max_examples=40)

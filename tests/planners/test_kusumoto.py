@@ -181,6 +181,7 @@ def floor_of(planner, graph, **options):
     return raised.value
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("planner", "objective", "liveness"), PLANNERS)
 @settings(max_examples=25, deadline=None)
 @given(graph=node_graphs())

@@ -50,6 +50,7 @@ def test_a_view_is_made_again_with_its_base():
     simulate(graph, schedule)
 
 
+@pytest.mark.slow
 @given(block_graphs(most=4), st.data())
 @settings(deadline=None, max_examples=150)
 def test_every_sequence_becomes_a_valid_schedule_that_is_no_slower(graph: Graph, data: st.DataObject):
@@ -62,6 +63,7 @@ def test_every_sequence_becomes_a_valid_schedule_that_is_no_slower(graph: Graph,
     assert simulation.seconds <= replay(chain, text).makespan
 
 
+@pytest.mark.slow
 @given(block_graphs(most=5), st.floats(0.3, 1.0))
 @settings(deadline=None, max_examples=100)
 def test_floating_sequences_become_valid_schedules(graph: Graph, fraction: float):

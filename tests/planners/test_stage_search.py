@@ -35,6 +35,7 @@ def plain_peak(graph: Graph) -> int:
     return simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @given(graph=st.one_of(block_graphs(), node_graphs()), fraction=st.floats(0.4, 1.1))
 @settings(deadline=None, max_examples=40)

@@ -47,12 +47,14 @@ def replay(allocation):
             assert set(memory[place]) <= {v}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(elementwise_graphs(), st.sampled_from(STRATEGIES))
 def test_every_read_finds_the_value_that_was_written(graph, strategy: Strategy):
     replay(allocate(graph, strategy))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(elementwise_graphs(), st.sampled_from(STRATEGIES))
 def test_values_alive_together_lie_apart(graph, strategy: Strategy):

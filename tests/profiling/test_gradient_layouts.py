@@ -40,6 +40,7 @@ def test_a_copy_of_a_transposed_gradient_is_predicted(kept: tuple[int, ...]) -> 
     assert step_peak(module, x) - LOSS_BYTES == pytest.approx(planned.peak_bytes, abs=48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swaps", [False, True])
 def test_a_transposed_gradient_does_not_pass_a_change_of_shape_as_a_view(swaps: bool) -> None:
     middle = [nn.Unflatten(1, (8, 8)), *[Swapped()] * swaps]

@@ -49,6 +49,7 @@ def test_what_autograd_keeps() -> None:
     assert graph.static_bytes == parameters
 
 
+@pytest.mark.slow
 def test_fake_tensors_give_the_same_bytes() -> None:
     real = profile(trace(Block(), X), X)
     with FakeTensorMode():

@@ -92,6 +92,7 @@ def test_photographs_are_real_bundled_and_in_one_part_only():
         assert len(picture.unique()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image_size", [16, 61, 200])
 def test_scenes_are_repeatable_and_of_any_size(image_size):
     first, again = (ready(Scenes(image_size=image_size, num_train=8)) for _ in range(2))

@@ -37,6 +37,7 @@ TINY = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TINY)
 def test_trace_computes_the_same_and_every_parameter_learns(name):
     make, inputs, shape = TINY[name]
@@ -84,6 +85,7 @@ def test_depth_counts_the_weighted_layers():
             assert len(layers) - len(shortcuts) == depth
 
 
+@pytest.mark.slow
 def test_pspnet_reduces_eight_times_and_keeps_torchvisions_backbone_size():
     with torch.device("meta"):
         network, reference = PSPNet(5), torchvision.models.resnet101()

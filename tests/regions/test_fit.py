@@ -63,6 +63,7 @@ def test_a_plan_for_other_sizes_is_refused_by_both_names(make: Any, other: Tenso
     restore(module)
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_type_is_refused() -> None:
     made = planned(network())
     with pytest.raises(ValueError, match="made for inputs float32 4×3×16×16 and is given float64 4×3×16×16"):

@@ -339,6 +339,7 @@ def test_the_plain_step_is_not_run_where_it_would_not_fit(monkeypatch: pytest.Mo
     assert plan.plain.peak_bytes == pytest.approx(plain, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", ["CUDA out of memory", "another error"])
 def test_a_plain_step_that_runs_out_of_memory_leaves_a_prediction(
     message: str, monkeypatch: pytest.MonkeyPatch
@@ -361,6 +362,7 @@ def test_a_plain_step_that_runs_out_of_memory_leaves_a_prediction(
         assert plan.peak_bytes == weighs.measured[-1]
 
 
+@pytest.mark.slow
 def test_a_plan_on_fake_tensors_is_a_prediction_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with FakeTensorMode():
         module, x = hooked(), torch.randn(256, 32)

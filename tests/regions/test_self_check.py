@@ -133,6 +133,7 @@ def test_a_wrong_executor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference.what.startswith("gradient of ")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_planned_step_alone_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_remat.execution import executor
 

@@ -5,6 +5,7 @@ from random_graphs import graphs
 from lightning_remat import Graph, Node
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_json_round_trip(graph: Graph) -> None:
     assert Graph.from_json(graph.to_json()) == graph

@@ -201,6 +201,7 @@ def test_what_a_fused_backward_releases_depends_on_whether_its_gradient_is_held(
     assert simulate(Graph(alone), stays).memory_bytes[6] == 40
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_random_schedules_are_valid_and_consistent(data: st.DataObject) -> None:
     graph = data.draw(graphs())
@@ -217,6 +218,7 @@ def test_random_schedules_are_valid_and_consistent(data: st.DataObject) -> None:
     assert kept.peak_bytes >= simulation.peak_bytes
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_liveness_never_costs_memory_or_time(data: st.DataObject) -> None:
     graph = data.draw(graphs())

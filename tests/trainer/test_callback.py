@@ -103,6 +103,7 @@ def test_run_is_bit_identical(tmp_path: Path, factory: Any, options: dict[str, A
     assert_same_run(tmp_path, factory, **options)
 
 
+@pytest.mark.slow
 def test_validation_and_sanity_check_are_untouched(tmp_path: Path) -> None:
     data = DataLoader(Images(16), batch_size=8)
     assert_same_run(tmp_path, fit={"val_dataloaders": data}, val_check_interval=2, num_sanity_val_steps=1)
@@ -127,6 +128,7 @@ def test_plain_prediction_is_exact(tmp_path: Path) -> None:
     assert abs(callback.result.prediction_error or 0) < 0.01
 
 
+@pytest.mark.slow
 def test_forward_is_restored_after_fit_and_after_an_error(tmp_path: Path) -> None:
     module = seeded()
     run(tmp_path, module, remat())

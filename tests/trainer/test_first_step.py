@@ -33,6 +33,7 @@ class Needs(Deep):
         return loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hook", START_HOOKS)
 def test_what_the_modules_start_hooks_make_is_there(tmp_path: Path, hook: str) -> None:
     def make(self: Any, *args: Any) -> None:
@@ -41,6 +42,7 @@ def test_what_the_modules_start_hooks_make_is_there(tmp_path: Path, hook: str) -
     assert_same_run(tmp_path, type("Own", (Needs,), {hook: make}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hook", START_HOOKS)
 def test_what_other_callbacks_make_is_there(tmp_path: Path, hook: str) -> None:
     def make(self: Any, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -88,6 +90,7 @@ class Held:
         return next(self.items)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loader",
     [
@@ -196,6 +199,7 @@ def test_empty_loader(tmp_path: Path, batch_size: Any) -> None:
     assert callback.result is None
 
 
+@pytest.mark.slow
 def test_a_step_skipped_by_its_hook_is_not_the_first(tmp_path: Path) -> None:
     class Skips(Deep):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:

@@ -196,6 +196,7 @@ def test_callbacks(tmp_path: Path, name: str) -> None:
     assert_same_run(tmp_path, Checked, callbacks=made, callback=callback, is_planned=is_planned, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, "none", "bf16", "accumulate", "val-interval"))
 def test_options(tmp_path: Path, name: str) -> None:
     assert_same_run(tmp_path, Checked, callback=remat(memory_budget="85%"), **{**TWO_EPOCHS, **OPTIONS[name]})

@@ -205,6 +205,7 @@ def test_size_that_runs_out_of_memory_when_executed_is_not_returned(tmp_path: Pa
     assert module.sizes == [callback.result.batch_size] * 2
 
 
+@pytest.mark.slow
 def test_free_memory_less_the_margin_is_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size_module, "device_memory", lambda device: DeviceMemory(64 * MIB, 128 * MIB))
     module = seeded()

@@ -255,6 +255,7 @@ def test_optimizers(tmp_path: Path, factory: Any, batch_size: Any) -> None:
     assert_same_run(tmp_path, factory, callback=options, max_steps=6, is_planned=None)
 
 
+@pytest.mark.slow
 def test_accumulation_is_seen(tmp_path: Path) -> None:
     callback = assert_same_run(tmp_path, accumulate_grad_batches=2, max_steps=4)
     assert callback.result is not None

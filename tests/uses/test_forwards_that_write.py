@@ -300,6 +300,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Deque])
 def test_what_cannot_be_followed_is_left_alone(case: type[Halves]) -> None:
     """TorchDynamo itself keeps the oldest item of a full deque."""
