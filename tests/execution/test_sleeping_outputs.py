@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from rewriting import rewrite
 from torch import Tensor, nn
