@@ -27,11 +27,10 @@ _MOVES = ("__len__", "__iter__", "__getitem__", "size", "astype", "copy", "resha
 
 def _call_function(truth: Callable[..., Any], function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """What a function of numpy returns in a frame that is captured."""
-    is_known = isinstance(function.value, np.ufunc) or function.value in _OF_CONSTANTS
-    given = [*args, *kwargs.values()]
     if not is_captured_as_eager():
         return truth(function, frame, args, kwargs)
-    if is_known and all(value.is_python_constant() for value in given):
+    is_known = isinstance(function.value, np.ufunc) or function.value in _OF_CONSTANTS
+    if is_known and all(value.is_python_constant() for value in (*args, *kwargs.values())):
         named = {name: value.as_python_constant() for name, value in kwargs.items()}
         made = function.value(*(value.as_python_constant() for value in args), **named)
         if isinstance(made, (np.bool_, np.integer, np.float64)):

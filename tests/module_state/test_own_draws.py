@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from drawing_threads import drawing_beside
 from torch import Tensor, nn
+from training_steps import assert_equal_traces, traces
 
-from lightning_remat import profile, trace
+from lightning_remat import profile, rematerialize, trace
 from lightning_remat.module_state.own_draws import OwnDraws
 
 X = torch.ones(8, 32)
@@ -80,6 +82,28 @@ def test_an_attention_draws_where_it_drops_something(dropout: float) -> None:
     assert any(operation.is_random for operation in trace(module, X).operations) == bool(dropout)
     module(X)
     assert torch.equal(state, torch.get_rng_state()) != bool(dropout)
+
+
+class Scheduled(nn.Module):
+    """Its attentions drop more, or less, or nothing, from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.num_steps = nn.ModuleList(Attention(0.0) for _ in range(4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.dropout = (0.0, 0.1, 0.3, 0.0, 0.2)[self.num_steps % 5]
+            x = block(x)[0].sigmoid()
+        self.num_steps += 1
+        return x
+
+
+def test_an_attention_that_begins_to_drop_something_repeats_it() -> None:
+    module, x = Scheduled(), torch.randn(64, 32)
+    plain = copy.deepcopy(module)
+    assert rematerialize(module, x, memory_budget="70%", planner="periodic").num_recomputed
+    assert_equal_traces(traces(plain, [x] * 10), traces(module, [x] * 10))
 
 
 def test_a_generator_of_the_callers_is_used() -> None:
