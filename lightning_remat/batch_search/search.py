@@ -170,10 +170,11 @@ def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Ch
     # Measured scratch is not the same on every rank: by their own floors some would search again and others not.
     if trial.share(lambda: _has_lower_floor(wider, size)):
         search.exchange(wider)
-        other = trial.share(search.choose)
-        if other.batch_size > size:
-            logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
-            return other
+        with suppress(InfeasibleBudgetError):  # a shared budget is divided step by step: more options may lead astray
+            other = trial.share(search.choose)
+            if other.batch_size > size:
+                logger.info("in-place activations are planned out of place, which lets their inputs go earlier")
+                return other
         search.exchange(own)
     return choice
 
