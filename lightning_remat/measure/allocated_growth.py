@@ -6,6 +6,7 @@ oneDNN's scratch. The allocator tells the profiler of it, event by event.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -13,69 +14,75 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 
-from .meter import Peak
+logger = logging.getLogger(__name__)
 
 _ALLOCATION = "memory_alloc"
 
+_NUMBER_BYTES = 16
+"""What a number takes that an operation makes a tensor of: no more than that is noise, not memory."""
 
-class HostAllocations:
-    """Listens to the allocator, in this thread, while it is entered.
 
-    The size of what is freed is known only if it was heard when that was allocated; what was not heard is taken for
-    what lay at its address before. So whoever measures several blocks listens between them, too.
+class Peak:
+    """What a measurement found, final once the block has ended.
 
-    Raises:
-        RuntimeError: Another profiler is running.
+    Attributes:
+        peak_bytes: The most memory alive at any moment of the block.
+        start_bytes: What was alive before it.
     """
 
-    def __enter__(self) -> HostAllocations:
-        """Begins to listen."""
-        _listen()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Ends it."""
-        _heard()
-
-    @contextmanager
-    def growth(self) -> Generator[Peak]:
-        """Measures by how much what is allocated in a block exceeds what was allocated at its start, at most.
-
-        Unlike a meter of storages this changes nothing of how autograd sums gradients.
-
-        Yields:
-            A `Peak`, whose `peak_bytes` is the growth.
-        """
-        self._since_before()
-        measured, alive = Peak(), 0
-        try:
-            yield measured
-        finally:
-            for size in self._since_before():
-                alive += size
-                measured.peak_bytes = max(measured.peak_bytes, alive)
-
-    def _since_before(self) -> list[int]:
-        """Bytes allocated, or freed if negative, since the last call, in order."""
-        sizes = _heard()
-        _listen()
-        return sizes
+    peak_bytes: int = 0
+    start_bytes: int = 0
 
 
-def _listen() -> None:
+def can_listen() -> bool:
+    """Whether the allocator can be listened to in this thread: it tells one profiler at a time."""
+    is_free = not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    if not is_free:
+        logger.info("a profiler is running: what kernels allocate inside themselves is not counted meanwhile")
+    return is_free
+
+
+def listen() -> None:
+    """Begins to listen to the allocator, in this thread.
+
+    Raises:
+        RuntimeError: A profiler is running.
+    """
     autograd: Any = torch.autograd
     flags = (False, True, False, False, False)  # of these only `profile_memory`
     autograd._enable_profiler_legacy(autograd.ProfilerConfig(autograd.ProfilerState.CPU, *flags, _ExperimentalConfig()))
 
 
-def _heard() -> list[int]:
+def heard() -> int:
+    """Ends it, and tells by how many bytes what is allocated has exceeded at most what was when it began.
+
+    What was allocated before and freed since is not subtracted, as its size is not known.
+    """
     autograd: Any = torch.autograd
-    events = (event for thread in autograd._disable_profiler_legacy() for event in thread)
-    return [event.cpu_memory_usage() for event in events if event.kind() == _ALLOCATION]
+    alive = most = 0
+    for thread in autograd._disable_profiler_legacy():
+        for event in thread:
+            if event.kind() == _ALLOCATION and abs(size := event.cpu_memory_usage()) > _NUMBER_BYTES:
+                alive += size
+                most = max(most, alive)
+    return most
 
 
 @contextmanager
 def measure_allocated_growth() -> Generator[Peak]:
-    """The growth of one block, from which what was made before it and dies in it is not subtracted."""
-    with HostAllocations() as allocations, allocations.growth() as measured:
+    """Measures by how much what is allocated in a block exceeds what was allocated at its start, at most.
+
+    Unlike a meter of storages this changes nothing of how autograd sums gradients.
+
+    Yields:
+        A `Peak`, whose `peak_bytes` is the growth.
+
+    Raises:
+        RuntimeError: A profiler is running.
+    """
+    measured = Peak()
+    listen()
+    try:
         yield measured
+    finally:
+        measured.peak_bytes = heard()

@@ -1,4 +1,7 @@
-"""Peak memory by one definition: bytes of live storages (CPU, fake tensors), the allocator's figure (devices)."""
+"""Peak memory by one definition: bytes that an allocator has handed out, storage by storage (CPU) or by its own figure.
+
+On fake tensors nothing is allocated: it is the bytes of their storages.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,19 +26,8 @@ from ..devices import (
     synchronize,
 )
 from ..module_state.sharding import gathered_tensors, gathering_units, groups_of, last_gathered_bytes
+from .allocated_growth import Peak, can_listen, heard, listen
 from .resident_memory import ResidentGrowth
-
-
-class Peak:
-    """What a measurement found, final once the block has ended.
-
-    Attributes:
-        peak_bytes: The most memory alive at any moment of the block.
-        start_bytes: What was alive before it.
-    """
-
-    peak_bytes: int = 0
-    start_bytes: int = 0
 
 
 @contextmanager
@@ -43,11 +36,13 @@ def measure_peak(
     include: Iterable[Tensor | nn.Module] = (),
     *,
     with_scratch: bool = False,
+    with_kernels: bool = True,
 ) -> Generator[Peak, None, None]:
     """Measures the peak memory of a block of code.
 
     On the CPU and on fake tensors it is the sum of the bytes of all live storages that `include` names or that an
-    operation of the block made. On a device it is the allocator's own figure, which counts all that is alive.
+    operation of the block made, and of what its kernel holds inside itself meanwhile. On a device it is the allocator's
+    own figure, which counts all that is alive.
 
     >>> x = torch.zeros(256)
     >>> with measure_peak(include=[x]) as measured:
@@ -60,6 +55,7 @@ def measure_peak(
         include: Tensors alive from the start; a module stands for its parameters, their gradients and its buffers.
         with_scratch: Whether all counts that the device must have for the block: on the CPU what kernels use beside
             tensors, as far as the system tells; on a device what the allocator reserves, fragmentation included.
+        with_kernels: Whether what kernels allocate inside themselves counts on the CPU, where no other profiler runs.
 
     Yields:
         A `Peak`, whose `peak_bytes` is set when the block ends.
@@ -78,7 +74,7 @@ def measure_peak(
             synchronize(device)
             measured.peak_bytes = most_bytes(device, reserved=with_scratch)
         return
-    meter = _meter_of(include)
+    meter = _meter_of(include, with_kernels=with_kernels)
     measured.start_bytes = meter.alive_bytes
     resident = ResidentGrowth() if with_scratch and device.type == "cpu" else None
     try:
@@ -92,26 +88,26 @@ def measure_peak(
 
 @contextmanager
 def measure_growth(
-    device: torch.device, include: Iterable[Tensor | nn.Module] = (), *, with_scratch: bool = False
+    device: torch.device, include: Iterable[Tensor | nn.Module] = (), **what: bool
 ) -> Generator[Peak, None, None]:
     """Measures by how much the memory of a block exceeds what was alive at its start, at most.
 
     Args:
         device: Where the block allocates; for fake tensors the CPU.
         include: Tensors alive at the start that may die inside; only needed where storages are counted.
-        with_scratch: See `measure_peak`.
+        **what: See `measure_peak`.
 
     Yields:
         A `Peak`, whose `peak_bytes` is the growth.
     """
-    with measure_peak(device, include, with_scratch=with_scratch) as measured:
+    with measure_peak(device, include, **what) as measured:
         yield measured
     measured.peak_bytes -= measured.start_bytes
 
 
-def _meter_of(include: Iterable[Tensor | nn.Module]) -> StorageMeter:
+def _meter_of(include: Iterable[Tensor | nn.Module], *, with_kernels: bool) -> StorageMeter:
     """A meter that counts what is included, and holds none of it."""
-    meter = StorageMeter()
+    meter = StorageMeter(with_kernels=with_kernels)
     for item in include:
         if isinstance(item, nn.Module):
             for parameter in item.parameters():
@@ -145,15 +141,20 @@ _DEVICE: Any = torch.ops.prim.device.default
 
 
 class StorageMeter(TorchDispatchMode):
-    """Sums the bytes of live storages, which it meets as results of operations and sees die."""
+    """Sums the bytes of live storages, which it meets as results of operations and sees die.
+
+    Args:
+        with_kernels: Whether it listens to the allocator while an operation runs.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_kernels: bool) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.with_kernels = with_kernels
         self.alive_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -213,10 +214,12 @@ class StorageMeter(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args)
         self._settle()
-        result = func(*args, **(kwargs or {}))
+        operands = list(_operands(args, kwargs))
+        before_bytes = self.alive_bytes
+        result, inside_bytes = self._run(func, operands, args, kwargs or {})
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if made:
-            foreign = {id(s) for s in map(tensor_storage, _operands(args, kwargs)) if s is not None}
+            foreign = {id(s) for s in map(tensor_storage, operands) if s is not None}
             for t in made:
                 storage = tensor_storage(t)
                 # A view of a tensor that nobody included, or such a tensor written in place, is not made here.
@@ -224,10 +227,24 @@ class StorageMeter(TorchDispatchMode):
                     self.add(t)
         total = _accumulates_gradient(func, args)
         if total is None:
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes, before_bytes + inside_bytes)
         else:
             self._pending = (weakref.ref(total), self.alive_bytes)
         return result
+
+    def _run(self, func: Any, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """The result of an operation, and how many bytes its kernel held at most, the result's among them."""
+        # Fake kernels allocate for themselves alone; what makes a tensor out of nothing makes no other.
+        if not self.with_kernels or not operands or any(isinstance(t, FakeTensor) for t in operands):
+            return func(*args, **kwargs), 0
+        if not can_listen():  # a meter around this one does, or what runs inside profiles itself
+            return func(*args, **kwargs), 0
+        listen()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            inside_bytes = heard()
+        return result, inside_bytes
 
     def _settle(self) -> None:
         """Counts a pending sum of gradients, unless autograd would have added in place.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..devices import counts_memory, most_bytes, start_counting, synchronize
-from .meter import Peak, measure_peak
+from .meter import measure_peak
 
 
 @dataclass(frozen=True, slots=True)

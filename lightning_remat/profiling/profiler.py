@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of
-from ..measure.allocated_growth import HostAllocations
+from ..measure.allocated_growth import can_listen
 from ..measure.cost_model import CostCounter
-from ..measure.meter import Peak, measure_growth
+from ..measure.meter import measure_growth
 from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
@@ -40,7 +40,7 @@ def profile(
     *args: Any,
     repeats: int = 5,
     with_scratch: bool = False,
-    with_kernels: bool = False,
+    with_kernels: bool = True,
     **kwargs: Any,
 ) -> Graph:
     """The traced operations with their costs on these inputs.
@@ -56,7 +56,8 @@ def profile(
         repeats: Timed passes over the operations; fewer where they take longer than ten seconds.
         with_scratch: Whether workspaces on the CPU include the memory that kernels use beside tensors.
         with_kernels: Whether they include the tensors that kernels allocate inside themselves, which only PyTorch's
-            allocator sees. On devices they always do; on fake tensors nobody can tell.
+            allocator sees, and tells where no other profiler runs. On devices they always do; on fake tensors nobody
+            can tell.
         **kwargs: Keyword inputs.
 
     Returns:
@@ -82,7 +83,7 @@ def profile_call(
     *,
     repeats: int = 5,
     with_scratch: bool = False,
-    with_kernels: bool = False,
+    with_kernels: bool = True,
 ) -> Graph:
     """What `profile` returns, of a call whose values are known.
 
@@ -105,12 +106,10 @@ def profile_call(
         # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         is_on_host = fake is None and device.type == "cpu"
         with_scratch &= is_on_host
-        with_kernels &= is_on_host and not with_scratch
+        with_kernels &= is_on_host and not with_scratch and can_listen()
         layouts = gradient_layouts(traced, values, with_gaps=with_kernels)  # which kernels close
-        allocations = stack.enter_context(HostAllocations()) if with_kernels else None
-        profiler = _Profiler(traced, runs, layouts, device, with_scratch=with_scratch, allocations=allocations)
-        if fake is not None:
-            profiler.metered_device = HOST
+        counts = {"with_scratch": with_scratch, "with_kernels": with_kernels}
+        profiler = _Profiler(traced, runs, layouts, device, counts, is_fake=fake is not None)
         if with_scratch:  # a first pass makes the kernels' code, which stays and is no workspace
             for n in range(len(traced.operations)):
                 profiler.measure(n)
@@ -137,14 +136,13 @@ class _Profiler:
         runs: SingleRuns,
         layouts: Layouts,
         device: torch.device,
+        counts: dict[str, bool],
         *,
-        with_scratch: bool,
-        allocations: HostAllocations | None,
+        is_fake: bool,
     ) -> None:
-        self.traced, self.runs, self.layouts, self.allocations = traced, runs, layouts, allocations
+        self.traced, self.runs, self.layouts, self.counts = traced, runs, layouts, counts
         self.operations = traced.operations
-        self.device = self.metered_device = device
-        self.with_scratch = with_scratch
+        self.device, self.metered_device, self.is_fake = device, HOST if is_fake else device, is_fake
         self.start_over()
 
     def start_over(self) -> None:
@@ -285,13 +283,11 @@ class _Profiler:
         return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
 
     def _counted(self, counter: CostCounter) -> AbstractContextManager[object]:
-        """Estimates seconds, where they are not measured later and the mode does not change what autograd does."""
-        return nullcontext() if self.allocations is not None else counter
+        """Estimates seconds on fake tensors; on real ones they are measured later."""
+        return counter if self.is_fake else nullcontext()
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
-        if self.allocations is not None:
-            return self.allocations.growth()
-        return measure_growth(self.metered_device, include, with_scratch=self.with_scratch)
+        return measure_growth(self.metered_device, include, **self.counts)
 
     def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
         """The nodes with the least seconds that each took in some passes over all of them.

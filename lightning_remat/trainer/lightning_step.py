@@ -19,7 +19,7 @@ from ..batch_search.trial import STEPS_PER_TRIAL
 from ..devices import counts_memory, empty_cache
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
-from ..measure.meter import Peak, measure_peak
+from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..module_state.agreement import together
 from ..module_state.nesting import tensors_in
