@@ -64,6 +64,17 @@ def most_bytes(device: torch.device, *, reserved: bool = False) -> int:
     return most(device)
 
 
+def await_releases(device: torch.device) -> None:
+    """Waits until autograd's thread of the device has let go of what it held for the last backward.
+
+    A backward returns as soon as its gradients are there, and the thread frees the rest while the caller goes on. It
+    does one thing after the other: when it answers again, it is done with that.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing.view_as(nothing), nothing, torch.empty(0, device=device))
+
+
 def start_counting(device: torch.device) -> None:
     """Forgets the most that a device has counted."""
     torch.accelerator.reset_peak_memory_stats(device)

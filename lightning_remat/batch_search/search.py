@@ -17,6 +17,7 @@ from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..plans.plan import StepPlan
 from ..plans.planner import plan
 from ..plans.reserved import Reservation
 from ..reports.plots import load_plotting
@@ -107,7 +108,9 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             budget = max(measured, choice.budget_bytes)
             num_steps = (number + 1) * STEPS_PER_TRIAL
-            found = Result(size, budget, step, measured, search.plain_peak(size), trials, num_steps, choice.reason)
+            plain = search.plain_peak(size)
+            kept = _reservation(trial, step).within().most_reserved_bytes if counts_memory(trial.device) else None
+            found = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason, kept)
             leaves_room = measured < _NEARLY * step.predicted_peak_bytes
             if lowest or good is not None or not (leaves_room and (step.num_recomputed or size != largest)):
                 return found, modules
@@ -184,8 +187,8 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
     if not (search.settings.counts_scratch and counts_memory(trial.device)):
         return choice
     for _ in range(_MOST_REPLAYS):
-        step, held = choice.step, trial.held()
-        needed = -trial.least(-Reservation.of(step, held).needed_bytes)
+        step = choice.step
+        needed = -trial.least(-_reservation(trial, step).needed_bytes)
         if needed <= choice.budget_bytes:
             break
         gaps = needed - step.predicted_peak_bytes
@@ -196,6 +199,10 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
         except InfeasibleBudgetError:
             break  # the step tells
     return choice
+
+
+def _reservation(trial: Trial, step: StepPlan) -> Reservation:
+    return Reservation.of(step, trial.held())
 
 
 def _has_lower_floor(model: StepModel, size: int) -> bool:

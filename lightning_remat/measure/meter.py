@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..devices import (
     HOST,
     allocated_bytes,
+    await_releases,
     counts_memory,
     empty_cache,
     most_bytes,
@@ -64,6 +65,7 @@ def measure_peak(
     device = HOST if device is None else torch.device(device)
     if counts_memory(device):
         synchronize(device)
+        await_releases(device)  # before what is alive is counted
         if with_scratch:
             empty_cache(device)
         start_counting(device)

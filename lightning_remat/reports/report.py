@@ -31,6 +31,8 @@ def result_table(result: Result) -> Table:
     table.add_row("predicted peak", format_bytes(result.predicted_peak_bytes))
     measured = result.measured_peak_bytes
     table.add_row("measured peak", "not measured again (resumed)" if measured is None else format_bytes(measured))
+    if result.reserved_bytes is not None:
+        table.add_row("reserved by the allocator (predicted)", format_bytes(result.reserved_bytes))
     if result.prediction_error is not None:
         table.add_row("prediction error", f"{result.prediction_error:+.2%}")
     table.add_row("recompute overhead", f"{result.recompute_overhead:.1%}")

@@ -50,6 +50,8 @@ class Result:
         trials: The batch sizes that were planned, in that order.
         num_steps: Real training steps run on the way.
         choice: Why this batch size.
+        reserved_bytes: What a device's caching allocator is predicted to reserve for the planned step, rounding and
+            fragmentation included; None on the host, which has none.
     """
 
     batch_size: int
@@ -60,6 +62,7 @@ class Result:
     trials: tuple[Candidate, ...] = ()
     num_steps: int = 0
     choice: str = ""
+    reserved_bytes: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -91,6 +94,7 @@ class Result:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
             "prediction_error": self.prediction_error,
+            "reserved_bytes": self.reserved_bytes,
             "recompute_overhead": self.recompute_overhead,
             "num_recomputed": self.step.num_recomputed,
             "num_steps": self.num_steps,

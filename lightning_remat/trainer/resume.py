@@ -51,6 +51,7 @@ def to_state(result: Result, mark: str) -> dict[str, Any]:
         "measured_peak_bytes": result.measured_peak_bytes,
         "num_steps": result.num_steps,
         "choice": result.choice,
+        "reserved_bytes": result.reserved_bytes,
         "trials": json.dumps([asdict(t) for t in result.trials]),
         "step": result.step.to_json(),
     }
@@ -90,4 +91,5 @@ def resumed_result(state: dict[str, Any], mark: str) -> Result | None:
         trials=tuple(Candidate(**t) for t in json.loads(state["trials"])),
         num_steps=state["num_steps"],
         choice=state["choice"],
+        reserved_bytes=state.get("reserved_bytes"),  # what was stored by an earlier version tells none
     )

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training_steps import assert_equal_traces, traces
 
-from lightning_remat import Rematerialization, rematerialize
+from lightning_remat import Rematerialization, find_batch_size, profile, rematerialize, trace
 from lightning_remat.devices import allocated_bytes, memory_info, most_bytes, random_state, start_counting
 from lightning_remat.measure.device_memory import device_memory
+from lightning_remat.measure.tensor_bytes import storage_bytes
+from lightning_remat.reports.report import format_table, result_table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,6 +167,39 @@ def test_a_resumed_run_goes_on_with_the_stored_plan(
     assert first.result is not None
     assert second.result is not None
     assert second.result.plan.schedule == first.result.plan.schedule
+
+
+def test_a_profile_counts_the_same_bytes_every_time(accelerator: torch.device) -> None:
+    """What autograd's thread still holds of the backward before is no part of what is measured next."""
+    module, x = network(width=16).to(accelerator), torch.randn(64, 3, 32, 32, device=accelerator)
+    traced = trace(module, x)
+    first, *others = (profile(traced, x, repeats=1) for _ in range(12))
+    assert all(graph.with_seconds_of(first) == first for graph in others)
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%", "50%"])
+def test_what_is_told_of_an_allocator_is_what_it_allocates_and_reserves(accelerator: torch.device, budget: str) -> None:
+    torch.manual_seed(0)
+    module, optimizers = network(width=16).to(accelerator), list[torch.optim.Optimizer]()
+    optimizers.append(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
+    batch = torch.randn(64, 3, 32, 32, device=accelerator), torch.randint(0, 4, (64,), device=accelerator)
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+    found = find_batch_size(module, batch, loss_of, optimizers, "periodic", memory_budget=budget, batch_size="keep")
+    assert found.reserved_bytes is not None
+    assert "reserved by the allocator" in format_table(result_table(found))
+    gc.collect()
+    torch.accelerator.empty_cache()
+    before = allocated_bytes(accelerator) - storage_bytes([*module.parameters(), *module.buffers(), *batch])
+    start_counting(accelerator)
+    for _ in range(3):
+        loss_of(batch).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert most_bytes(accelerator) - before == pytest.approx(found.predicted_peak_bytes, rel=0.01)
+    assert most_bytes(accelerator, reserved=True) == pytest.approx(found.reserved_bytes, rel=0.05)
 
 
 class OnBoth(nn.Module):
