@@ -36,7 +36,8 @@ class Peak:
 
 def can_listen() -> bool:
     """Whether the allocator can be listened to in this thread: it tells one profiler at a time."""
-    is_free = not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    autograd: Any = torch.autograd
+    is_free = not autograd._profiler_enabled()
     if not is_free:
         logger.info("a profiler is running: what kernels allocate inside themselves is not counted meanwhile")
     return is_free

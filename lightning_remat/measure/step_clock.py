@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..devices import counts_memory, most_bytes, start_counting, synchronize
+from .allocated_growth import Peak
 from .meter import measure_peak
 
 

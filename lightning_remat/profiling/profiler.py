@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of
-from ..measure.allocated_growth import can_listen
+from ..measure.allocated_growth import Peak, can_listen
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
 from ..measure.stopwatch import Stopwatch

@@ -17,6 +17,7 @@ from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
 from ..devices import counts_memory, empty_cache
+from ..measure.allocated_growth import Peak
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
