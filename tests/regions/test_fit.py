@@ -40,7 +40,7 @@ class Aside(InParts):
 
 
 def planned(module: nn.Module, x: Tensor = IMAGES) -> Plan:
-    found = rematerialize(module, x, memory_budget="80%", planner="periodic")
+    found = rematerialize(module, x, memory_budget="85%", planner="periodic")
     restore(module)
     return Plan.from_json(found.to_json())
 
