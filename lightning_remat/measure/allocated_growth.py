@@ -6,15 +6,12 @@ oneDNN's scratch. The allocator tells the profiler of it, event by event.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
-
-logger = logging.getLogger(__name__)
 
 _ALLOCATION = "memory_alloc"
 
@@ -37,10 +34,7 @@ class Peak:
 def can_listen() -> bool:
     """Whether the allocator can be listened to in this thread: it tells one profiler at a time."""
     autograd: Any = torch.autograd
-    is_free = not autograd._profiler_enabled()
-    if not is_free:
-        logger.info("a profiler is running: what kernels allocate inside themselves is not counted meanwhile")
-    return is_free
+    return not autograd._profiler_enabled()
 
 
 def listen() -> None:

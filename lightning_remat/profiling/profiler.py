@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -33,6 +34,8 @@ from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, SavedStore, empty_probe, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
+
+logger = logging.getLogger(__name__)
 
 
 def profile(
@@ -106,7 +109,10 @@ def profile_call(
         # A device's allocator counts workspaces anyway, and what it reserves for one operation says nothing of a step.
         is_on_host = fake is None and device.type == "cpu"
         with_scratch &= is_on_host
-        with_kernels &= is_on_host and not with_scratch and can_listen()
+        with_kernels &= is_on_host and not with_scratch
+        if with_kernels and not can_listen():
+            logger.info("a profiler is running: what kernels allocate inside themselves is not counted beside it")
+            with_kernels = False
         layouts = gradient_layouts(traced, values, with_gaps=with_kernels)  # which kernels close
         counts = {"with_scratch": with_scratch, "with_kernels": with_kernels}
         profiler = _Profiler(traced, runs, layouts, device, counts, is_fake=fake is not None)

@@ -72,6 +72,18 @@ def test_predicted_is_allocated(make: Callable[[], nn.Module], shape: tuple[int,
         restore(module)
 
 
+def test_beside_another_profiler_it_is_not_counted_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = network(), torch.randn(4, 3, 16, 16)
+    traced = trace(module, x)
+    known = profile(traced, x, repeats=1, with_kernels=False)
+    with torch.profiler.profile(), caplog.at_level("INFO", "lightning_remat"):
+        found = profile(traced, x, repeats=1)
+        made = rematerialize(module, x, memory_budget="85%", planner="periodic")
+    assert found.with_seconds_of(known) == known
+    assert made.num_recomputed
+    assert "a profiler is running" in caplog.text
+
+
 @pytest.mark.slow
 def test_on_fake_tensors_nobody_can_tell() -> None:
     """The profile is the same: what kernels allocate is no part of it."""
