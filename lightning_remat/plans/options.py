@@ -245,7 +245,7 @@ def _options(
             made = plan(extended, peak_bytes, planner, like=start, **dict(options))
         except InfeasibleBudgetError as error:
             try:
-                made = plan(extended, int(error.minimum_bytes), planner, like=start, **dict(options))
+                made = plan(extended, error.sufficient_bytes, planner, like=start, **dict(options))
             except InfeasibleBudgetError:  # what it said to be its lowest peak is not: nothing to learn here
                 return
         schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))

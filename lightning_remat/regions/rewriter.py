@@ -214,7 +214,7 @@ def _fitted(
                 break
             # What the lowest peak is, a measured step has yet to tell.
             infeasible = error
-            step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
+            step = first_rank(parts.module, partial(parts.plan, error.sufficient_bytes, planner, around))
         parts.install(step, step.as_plan(name), planner)
         measured = max(all_ranks(parts.module, together(parts.module, lambda: retried(parts.measured_peak))))
         excess = measured - step.predicted_peak_bytes
