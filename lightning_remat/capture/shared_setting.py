@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 _here = threading.local()
 
@@ -47,7 +47,7 @@ class Exchange:
         self._own: Any = None
 
     def make(self) -> None:
-        held: Any = self._holder if self._is_item else vars(self._holder)
+        held = cast(Any, self._holder if self._is_item else vars(self._holder))
         self._own = held.get(self._name)
         self._write(self._exchange(self._own))
 

@@ -165,7 +165,7 @@ def traced_graph(
         graph,
         root,
         operations,
-        _constants(graph, producer, effects, records),
+        _constants(graph, producer, effects),
         tuple(sorted({producer[n] for n in returned if n in producer})),
         producer,
         owned,
@@ -207,19 +207,17 @@ def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.No
     return frozenset(found)
 
 
-def _constants(
-    graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozenset[fx.Node], records: dict[fx.Node, Record]
-) -> tuple[fx.Node, ...]:
+def _constants(graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
     """The nodes without tensors that a run needs."""
+    needed: list[fx.Node] = []
     dropped: set[fx.Node] = set()
     for n in reversed(graph.nodes):
-        if n.op.startswith("call") and n not in producer and n not in effects and dropped.issuperset(n.users):
-            dropped.add(n)
-    return tuple(
-        n
-        for n in graph.nodes
-        if n.op.startswith("call") and n not in producer and n not in effects and n not in dropped
-    )
+        if n.op.startswith("call") and n not in producer and n not in effects:
+            if dropped.issuperset(n.users):
+                dropped.add(n)
+            else:
+                needed.append(n)
+    return tuple(reversed(needed))
 
 
 def _check_writes(

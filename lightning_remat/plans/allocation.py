@@ -138,16 +138,15 @@ class _Pool:
                 self.free.add(buffer)
         if self.is_shared and self.free:
             large = [b for b in self.free if self.sizes[b] >= value.size_bytes]
-            by_size = (min if large else max)(large or self.free, key=lambda b: (self.sizes[b], b))
-            self.free.discard(by_size)
-            self.sizes[by_size] = max(self.sizes[by_size], value.size_bytes)
-            self.last[by_size] = value.last
-            heapq.heappush(self.busy, (value.last, by_size))
-            return by_size
-        self.sizes.append(value.size_bytes)
-        self.last.append(value.last)
-        heapq.heappush(self.busy, (value.last, len(self.sizes) - 1))
-        return len(self.sizes) - 1
+            buffer = (min if large else max)(large or self.free, key=lambda b: (self.sizes[b], b))
+            self.free.discard(buffer)
+            self.sizes[buffer] = max(self.sizes[buffer], value.size_bytes)
+        else:
+            buffer = len(self.sizes)
+            self.sizes.append(value.size_bytes)
+            self.last.append(value.last)
+        self.extend(buffer, value)
+        return buffer
 
     def extend(self, buffer: int, value: Value) -> None:
         """The buffer's next value is written over the present one."""

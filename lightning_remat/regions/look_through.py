@@ -238,7 +238,7 @@ class _Frame:
         self.is_handed_on = False  # gets just what its caller got
         self.is_trainable = self.is_differentiable = False
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
-        self._output: Callable[[], Any] = _nothing
+        self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
@@ -263,10 +263,6 @@ class _Frame:
             self._output = weakref.ref(output)
 
     is_mere_caller = False
-
-
-def _nothing() -> None:
-    return None
 
 
 def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:

@@ -92,13 +92,9 @@ def _swept(graph: Graph, time_limit: float, most_stages: int | None, progress: b
             if solution is None and time.monotonic() >= end:
                 raise _CutShortError(trade_off(graph, found), number)
             if solution is not None:
-                thresholds = [*(_same(graph, t) for t in _THRESHOLDS), *_spreads(graph)]
+                thresholds = [*(np.full(len(graph.nodes), t) for t in _THRESHOLDS), *_spreads(graph)]
                 found.update((schedule, None) for t in thresholds for schedule in problem.roundings(solution, t))
     return trade_off(graph, found)
-
-
-def _same(graph: Graph, threshold: float) -> Point:
-    return np.full(len(graph.nodes), threshold)
 
 
 def _spreads(graph: Graph) -> Iterator[Point]:
