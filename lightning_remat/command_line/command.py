@@ -21,7 +21,7 @@ from .devices import this_machine
 from .network import make_network
 from .request import Request, parse_request
 from .sharding import imagined_world
-from .study import Study, Tell, study
+from .study import Tell, study
 from .usage_error import UsageError, one_line
 
 FITS, DOES_NOT_FIT, WRONG_QUESTION, INTERRUPTED = 0, 1, 2, 130
@@ -88,15 +88,10 @@ def _answer(request: Request) -> int:
         return FITS
     console = Console()
     print_answer(network, request, found, device, console)
-    _say_written(request, console, found)
+    for what, path in (("plan", request.save), ("page", request.report)):
+        if path is not None:
+            console.print(f"{what}: {path}", highlight=False)
     return FITS
-
-
-def _say_written(request: Request, console: Console, found: Study) -> None:
-    if request.save is not None:
-        console.print(f"plan: {request.save}", highlight=False)
-    if request.report is not None:
-        console.print(f"page: {request.report}", highlight=False)
 
 
 @contextlib.contextmanager

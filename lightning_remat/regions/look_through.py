@@ -21,7 +21,7 @@ from ..module_state.agreement import together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
-from .calls import Call, Moment, Part, View, detached
+from .calls import Call, Moment, Part, View
 from .saved_between import SavedBetween
 
 
@@ -202,14 +202,11 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
 
 
 def _as_call(frame: _Frame, name: str) -> Call:
-    if frame.part is None:
-        args, kwargs = detached((frame.args, frame.kwargs))
-        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, tick=frame.tick)
+    """The call with what comes into it cut from its history, in its part too."""
     leaves, structure = flatten((frame.args, frame.kwargs))
-    tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
-    apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
-    args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
-    part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
+    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
+    args, kwargs = structure.build(cut.get(id(leaf), leaf) for leaf in leaves)
+    part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
     return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
 
 

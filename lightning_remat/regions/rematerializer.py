@@ -168,7 +168,6 @@ def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:
     """What is in force from now on, in one line, and a line for each part that is treated otherwise."""
     ways = {
         "traced": "captured as a whole",
-        "leaves": "captured as a whole, some of its parts as single operations",
         "regions": "its own forward cannot be captured, so its parts are rematerialized one by one under one budget: "
         + ", ".join(plan.step.plans if plan.step is not None else ()),
     }

@@ -100,9 +100,9 @@ class StepView:
         return self.timeline.memory_bytes.index(max(self.timeline.memory_bytes))
 
 
-def view_step(step: StepPlan, planner: str = "") -> StepView:
+def view_step(step: StepPlan) -> StepView:
     """The step as it was planned."""
-    made, timeline = step.as_plan(planner or step.plans[step.keys[0]].planner), step.timeline
+    made, timeline = step.as_plan(step.plans[step.keys[0]].planner), step.timeline
     return StepView(made, timeline, tuple(accumulate(timeline.seconds)), tuple(stays(made.graph, made.schedule)))
 
 
