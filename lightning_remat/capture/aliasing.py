@@ -137,7 +137,7 @@ class _Recorder(fx.Interpreter):
                 # `t.data = other` is no change among autograd's versions.
                 is_written = (t in before and t._version != before[t]) or (n.target in _EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
-                    entry.writes |= set(owner) or {i}
+                    entry.writes.add(owner or i)
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
         return value
@@ -147,18 +147,19 @@ class _Recorder(fx.Interpreter):
         entry.is_permuted = any(map(_is_permuted, tensors))
         entry.needs_grad = any(t.requires_grad for t in tensors)
         for t in tensors:
-            owners = self._owner(t)
-            entry.views |= set(owners) - {n}
-            if not owners:
+            owner = self._owner(t)
+            if owner is None:
                 entry.owns = True
                 storage = tensor_storage(t)
                 if storage is not None:
                     self.owners[storage._cdata] = (storage, n)  # pyright: ignore[reportPrivateUsage]
+            elif owner is not n:
+                entry.views.add(owner)
 
-    def _owner(self, t: Tensor) -> list[fx.Node]:
+    def _owner(self, t: Tensor) -> fx.Node | None:
         storage = tensor_storage(t)
         known = None if storage is None else self.owners.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
-        return [] if known is None else [known[1]]
+        return None if known is None else known[1]
 
 
 def _is_permuted(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -127,7 +127,7 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
 
     def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
-            between.note(tensor, _outputs_of(top.children))
+            between.note(tensor, [storage for frame in top.children for storage in frame.outputs])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
@@ -260,10 +260,6 @@ class _Frame:
             self._output = weakref.ref(output)
 
     is_mere_caller = False
-
-
-def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:
-    return [r for frame in frames for r in frame.outputs]
 
 
 def _through(frame: _Frame) -> _Frame:

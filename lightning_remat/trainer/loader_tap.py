@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from ..batch_search.settings import Settings
 from ..module_state.random_state import RandomState, preserved_random
 from .loaders import begin_again, loader_batch_size, readable, rebatched
-from .private_api import build_loaders, built_loaders, configure_optimizers, forget_loaders, next_batch, offer_loaders
+from .private_api import build_loaders, built_loaders, forget_loaders, next_batch, offer_loaders
 from .setup import accumulate, holders_of
 
 
@@ -110,7 +110,7 @@ class LoaderTap:
             if self._was_early:
                 self._when_built()
             if with_optimizers:
-                configure_optimizers(trainer)
+                trainer.strategy.setup_optimizers(trainer)
             if self._was_early and built_loaders(trainer) is None:
                 build_loaders(trainer)
 

@@ -115,11 +115,6 @@ def offer_loaders(trainer: Trainer, loaders: CombinedLoader, before_use: Callabl
     loop._data_source = Built(source.instance, source.name)
 
 
-def configure_optimizers(trainer: Trainer) -> None:
-    """Optimizers and schedulers are configured again."""
-    trainer.strategy.setup_optimizers(trainer)
-
-
 def on_device(trainer: Trainer, batch: Any) -> Any:
     """The batch as `training_step` gets it: converted, transferred, with all hooks of the user."""
     batch = trainer.precision_plugin.convert_input(batch)
@@ -218,11 +213,6 @@ def _replaced(holder: Any, **values: Any) -> Generator[None]:
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The trainer's callbacks."""
     return cast(Any, trainer).callbacks
-
-
-def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Gives the trainer another list of callbacks."""
-    cast(Any, trainer).callbacks = callbacks
 
 
 @contextmanager
@@ -346,13 +336,9 @@ def state_holders(trainer: Trainer) -> list[Any]:
         holders.append(count := counts.pop())
         counts += [v for v in vars(count).values() if is_dataclass(v)]
     holders += [config.scheduler for config in trainer.lr_scheduler_configs]
-    holders += [one for one in (gradient_scaler(trainer), getattr(trainer, "datamodule", None)) if one is not None]
+    scaler = getattr(trainer.precision_plugin, "scaler", None)  # of 16-bit precision
+    holders += [one for one in (scaler, getattr(trainer, "datamodule", None)) if one is not None]
     return holders
-
-
-def gradient_scaler(trainer: Trainer) -> Any:
-    """The gradient scaler of 16-bit precision, or None."""
-    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def should_log(trainer: Trainer) -> bool:

@@ -21,6 +21,9 @@ from ..schedules.stored import reading, write_whole
 
 _VERSION = 3
 
+_PLAIN = ("batch_size", "budget_bytes", "plain_peak_bytes", "measured_peak_bytes", "num_steps", "choice")
+"""Of a result, what is stored as it is."""
+
 
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
     """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
@@ -43,17 +46,9 @@ def fingerprint(trainer: Trainer, settings: Settings) -> str:
 
 def to_state(result: Result, mark: str) -> dict[str, Any]:
     """The result as plain values, which load with `weights_only=True`."""
-    return {
-        "fingerprint": mark,
-        "batch_size": result.batch_size,
-        "budget_bytes": result.budget_bytes,
-        "plain_peak_bytes": result.plain_peak_bytes,
-        "measured_peak_bytes": result.measured_peak_bytes,
-        "num_steps": result.num_steps,
-        "choice": result.choice,
-        "trials": json.dumps([asdict(t) for t in result.trials]),
-        "step": result.step.to_json(),
-    }
+    plain = {name: getattr(result, name) for name in _PLAIN}
+    trials = json.dumps([asdict(t) for t in result.trials])
+    return {"fingerprint": mark, **plain, "trials": trials, "step": result.step.to_json()}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -82,12 +77,7 @@ def resumed_result(state: dict[str, Any], mark: str) -> Result | None:
     if state.get("fingerprint") != mark:
         return None
     return Result(
-        batch_size=state["batch_size"],
-        budget_bytes=state["budget_bytes"],
+        **{name: state[name] for name in _PLAIN},
         step=StepPlan.from_json(state["step"]),
-        measured_peak_bytes=state["measured_peak_bytes"],
-        plain_peak_bytes=state["plain_peak_bytes"],
         trials=tuple(Candidate(**t) for t in json.loads(state["trials"])),
-        num_steps=state["num_steps"],
-        choice=state["choice"],
     )

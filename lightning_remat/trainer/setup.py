@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ from ..batch_search.settings import Settings
 from ..regions.look_through import submodules
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
-from .private_api import callbacks_of, is_initial_hparam, set_callbacks, set_initial_hparams, takes_loader_iterator
+from .private_api import callbacks_of, is_initial_hparam, set_initial_hparams, takes_loader_iterator
 
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "XLAFSDPStrategy", "XLAStrategy")
 
@@ -77,7 +77,7 @@ def move_before_tuners(trainer: Trainer, callback: Callback) -> None:
     if first is not None and callbacks.index(callback) > first:
         others = [c for c in callbacks if c is not callback]
         # A new list: the trainer is iterating over the old one.
-        set_callbacks(trainer, [*others[:first], callback, *others[first:]])
+        cast(Any, trainer).callbacks = [*others[:first], callback, *others[first:]]
 
 
 def holders_of(trainer: Trainer, name: str) -> list[Any]:
