@@ -37,6 +37,11 @@ def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | 
     return with_liveness(graph, _keep(arrays, kept, kept_tapes))
 
 
+def keep_everything(graph: Graph) -> Schedule:
+    """The schedule of the plain step."""
+    return lower_kept(graph, range(len(graph.nodes)))
+
+
 def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
     """The same schedule with each discard moved to right after the last use of what it discards.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything, lower_kept
 from ..planners.chen import mirrored, search
 from ..schedules.edges import articulation_points
 from ..schedules.graph import Graph
@@ -77,7 +77,7 @@ def allocate(graph: Graph, strategy: Strategy = "sharing", *, schedule: Schedule
             raise ValueError(f"strategy {strategy!r} makes its own schedule: leave out `schedule`, or use 'sharing'")
         candidates = _sublinear(graph) if strategy == "sublinear" else iter([_without_bn_relu(graph)])
         return min((_assign(graph, strategy, s) for s in candidates), key=lambda allocation: allocation.total_bytes)
-    return _assign(graph, strategy, schedule or lower_kept(graph, range(len(graph.nodes))))
+    return _assign(graph, strategy, schedule or keep_everything(graph))
 
 
 def _without_bn_relu(graph: Graph) -> Schedule:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from ..errors import InfeasibleBudgetError
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Action, Schedule
 from ..schedules.simulator import Simulation, simulate
@@ -134,7 +134,7 @@ def replayed(graph: Graph, budget_bytes: int, name: str, schedule: Schedule, pla
             minimum_bytes=simulation.peak_bytes,
             budget_bytes=budget_bytes,
         )
-    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
+    plain = simulate(graph, keep_everything(graph))
     return Plan(name, budget_bytes, schedule, simulation, graph, plain, planning_seconds)
 
 
@@ -269,7 +269,7 @@ class StepPlan:
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
     """The step with every region as autograd runs it, and every unit as the user has set it."""
-    schedules = {k: lower_kept(g, range(len(g.nodes))) for k, g in graphs.items()}
+    schedules = {k: keep_everything(g) for k, g in graphs.items()}
     return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings.plain)
 
 

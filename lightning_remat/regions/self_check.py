@@ -31,11 +31,6 @@ Agree = Callable[[int], int]
 """The least of all processes' numbers."""
 
 
-def alone(value: int) -> int:
-    """`Agree` of a process that is alone."""
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What a planned step does otherwise than the plain one.
@@ -91,7 +86,7 @@ def find_difference(module: nn.Module, run: Run, *, num_steps: int = 3) -> Diffe
     return None
 
 
-def compared(module: nn.Module, run: Run, *, when: str = "", agree: Agree = alone, may_vary: bool = True) -> Compared:
+def compared(module: nn.Module, run: Run, *, agree: Agree, when: str = "", may_vary: bool = True) -> Compared:
     """One step by the module's plan beside the plain one; the plan stays installed.
 
     A step that does not fit, that raises without a plan, too, or in which nothing runs by a plan is not compared.
@@ -99,8 +94,8 @@ def compared(module: nn.Module, run: Run, *, when: str = "", agree: Agree = alon
     Args:
         module: Rewritten, as a whole or in parts.
         run: Runs the step and undoes it.
-        when: Which step it is, for the message.
         agree: Lets all processes that run the step do the same.
+        when: Which step it is, for the message.
         may_vary: Whether nothing is said of a step whose plain runs differ from each other.
     """
     programs = programs_in(module)

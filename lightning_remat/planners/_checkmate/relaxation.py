@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 
-from ...lowering import lower_kept
+from ...lowering import keep_everything
 from ...schedules.floor import find_floor
 from ...schedules.graph import Graph
 from ...schedules.simulator import simulate
@@ -70,7 +70,7 @@ def sweep(graph: Graph, time_limit: float, most_stages: int | None, *, progress:
 
 @lru_cache(maxsize=8)
 def _swept(graph: Graph, time_limit: float, most_stages: int | None, progress: bool) -> tuple[Candidate, ...]:
-    plain = lower_kept(graph, range(len(graph.nodes)))
+    plain = keep_everything(graph)
     if not graph.nodes:
         return trade_off(graph, [plain])
     end = time.monotonic() + time_limit
