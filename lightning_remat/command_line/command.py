@@ -97,18 +97,11 @@ def _answer(request: Request) -> int:
 @contextlib.contextmanager
 def _progress() -> Generator[Tell]:
     """A line on stderr that says what is being done, where stderr is a terminal."""
-    # What is wrong is told in one line at the end; fake tensors would log a traceback of it.
-    silenced = {name: logging.getLogger(name) for name in ("lightning_remat", "torch._subclasses.fake_tensor")}
-    levels = {name: logger.level for name, logger in silenced.items()}
-    for logger in silenced.values():
-        logger.setLevel(logging.CRITICAL)
     console = Console(stderr=True)
-    try:
-        if not console.is_terminal:
-            yield lambda text: None
-            return
-        with console.status("starting") as status:
-            yield lambda text: status.update(text)
-    finally:
-        for name, logger in silenced.items():
-            logger.setLevel(levels[name])
+    with contextlib.ExitStack() as stack:
+        # What is wrong is told in one line at the end; fake tensors would log a traceback of it.
+        for name in ("lightning_remat", "torch._subclasses.fake_tensor"):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        yield stack.enter_context(console.status("starting")).update if console.is_terminal else lambda _: None

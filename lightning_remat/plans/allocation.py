@@ -75,14 +75,10 @@ def allocate(graph: Graph, strategy: Strategy = "sharing", *, schedule: Schedule
     if strategy in ("drop_bn_relu", "sublinear"):
         if schedule is not None:
             raise ValueError(f"strategy {strategy!r} makes its own schedule: leave out `schedule`, or use 'sharing'")
-        candidates = _sublinear(graph) if strategy == "sublinear" else iter([_without_bn_relu(graph)])
+        left = {n for n, node in enumerate(graph.nodes) if not consists_of(node, DROPPED_KINDS)}
+        candidates = _sublinear(graph) if strategy == "sublinear" else iter([lower_kept(graph, left)])
         return min((_assign(graph, strategy, s) for s in candidates), key=lambda allocation: allocation.total_bytes)
     return _assign(graph, strategy, schedule or keep_everything(graph))
-
-
-def _without_bn_relu(graph: Graph) -> Schedule:
-    kept = {n for n, node in enumerate(graph.nodes) if not consists_of(node, DROPPED_KINDS)}
-    return lower_kept(graph, kept)
 
 
 def _sublinear(graph: Graph) -> Iterator[Schedule]:

@@ -15,6 +15,9 @@ from ..schedules.simulator import Simulation, simulate
 from ..schedules.stored import reading
 from .step_memory import RegionCost, Surroundings, Timeline, forward_length, step_timeline
 
+_STORED = ("planner", "budget_bytes", "planning_seconds", "rung", "reasons", "correction_bytes")
+"""Of a plan, what is stored as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -75,14 +78,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, graph and schedule included; `from_json` reads and replays it."""
-        data: dict[str, Any] = {
-            "planner": self.planner,
-            "budget_bytes": self.budget_bytes,
-            "planning_seconds": self.planning_seconds,
-            "rung": self.rung,
-            "reasons": self.reasons,
-            "correction_bytes": self.correction_bytes,
-        }
+        data: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
         if self.step is not None:
             return json.dumps({**data, "step": json.loads(self.step.to_json())})
         graph = json.loads(self.graph.to_json())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -132,27 +132,18 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
 
-    handles: list[Any] = []
-    try:
+    with ExitStack() as undo:
         for module in in_parts:
             vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
+            undo.callback(vars(module).pop, "forward")
         for module in gathering_units(root):
-            handles.append(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
-            handles.append(module.register_forward_hook(end_unit))
+            undo.enter_context(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(end_unit))
         for module in watched:
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
-        with (
-            settled(root),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
-        ):
+            undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(leave))
+        with settled(root), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             step()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in in_parts:
-            del vars(module)["forward"]
     chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]

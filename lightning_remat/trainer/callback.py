@@ -35,6 +35,8 @@ from .setup import accumulate, check_searchable, check_supported, log_batch_size
 from .signature import taking
 from .step_check import passes_check
 
+_LOGGED = ("batch_size", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "recompute_overhead")
+
 
 class Rematerialization(Callback):
     """Trains under a memory budget, at a batch size that fits, with exactly the gradients of the plain model.
@@ -294,15 +296,9 @@ class Rematerialization(Callback):
         if reading is None or result is None:
             return
         self._readings.append(reading)
-        metrics: dict[str, float] = {
-            "remat/batch_size": result.batch_size,
-            "remat/budget_bytes": result.budget_bytes,
-            "remat/plain_peak_bytes": result.plain_peak_bytes,
-            "remat/predicted_peak_bytes": result.predicted_peak_bytes,
-            "remat/recompute_overhead": result.recompute_overhead,
-            "remat/step_seconds": reading.step_seconds,
-            "remat/samples_per_second": reading.samples_per_second * trainer.world_size,
-        }
+        metrics: dict[str, float] = {f"remat/{name}": getattr(result, name) for name in _LOGGED}
+        metrics["remat/step_seconds"] = reading.step_seconds
+        metrics["remat/samples_per_second"] = reading.samples_per_second * trainer.world_size
         if reading.peak_bytes is not None:
             metrics["remat/peak_bytes"] = reading.peak_bytes
         for logger in trainer.loggers:
