@@ -13,8 +13,8 @@ from ..planners import planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
-from .options import Option, choose
-from .plan import Plan, StepPlan, joined
+from .options import choose
+from .plan import StepPlan, joined
 from .planner import fastest_plan, plan
 from .step_memory import Surroundings
 
@@ -68,17 +68,16 @@ def plan_step(
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
     if len(keys) > 1 or is_planned:
         chosen, surroundings = choose(keys, ways, budget_bytes, planner, surroundings, like=like, **options)
-        found = replace(found.planned({k: _chosen(p, chosen[k]) for k, p in plain.items()}), surroundings=surroundings)
+        plans = {
+            k: replace(plain[k], graph=o.graph, schedule=o.schedule, simulation=simulate(o.graph, o.schedule))
+            for k, o in chosen.items()
+        }
+        found = replace(found.planned(plans), surroundings=surroundings)
     else:
         found = _planned_region(found, ways[keys[0]], planner, {"like": like, **options})
     if found.predicted_peak_bytes > budget_bytes:
         raise _infeasible(found)
     return found
-
-
-def _chosen(plain: Plan, option: Option) -> Plan:
-    simulation = simulate(option.graph, option.schedule)
-    return replace(plain, graph=option.graph, schedule=option.schedule, simulation=simulation)
 
 
 def _planned_region(

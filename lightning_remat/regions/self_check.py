@@ -68,15 +68,14 @@ class Compared:
     differs: bool = False
 
 
-def find_difference(module: nn.Module, run: Run, *, num_steps: int = 3) -> Difference | None:
+def find_difference(module: nn.Module, run: Run) -> Difference | None:
     """What steps by the module's plan do otherwise than plain steps; None if nothing. The plan stays installed.
 
     Args:
         module: Rewritten, as a whole or in parts.
         run: Runs one step and undoes it.
-        num_steps: How many steps are compared, each with random numbers of its own.
     """
-    for seed in range(num_steps):
+    for seed in range(3):  # steps, each with random numbers of its own
         with preserved_random():
             if seed:
                 torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]

@@ -14,7 +14,6 @@ from ...schedules.compiled import Small
 from ...schedules.compiled_simulator import Cost, Judge
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
-from ...schedules.simulator import simulate
 from .._candidates import Candidate, fastest_that_fits, infeasible, trade_off
 from .problem import Problem, StageCosts, assemble, keep_all_memory
 from .recurrence import least_memory, whole_row
@@ -90,8 +89,7 @@ def plan_stages(
             _, _, optima, index = min(answers, key=lambda answer: answer[:2])
             return optima.schedule(index)
     _, optima, index = min(lowest, key=lambda one: one[0])
-    schedule = optima.schedule(index)
-    raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner=planner)
+    raise infeasible(graph, budget_bytes, optima.schedule(index), planner=planner)
 
 
 def stage_candidates(graph: Graph, family: SubFamily, slots: int) -> Iterator[Candidate]:
