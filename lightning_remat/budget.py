@@ -11,6 +11,9 @@ _DECIMAL_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL_UNITS | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
 
+ALL_BYTES = 1 << 62
+"""A budget that is none; sums of it and of sizes are still numbers of 64 bits."""
+
 Budget = int | float | str
 
 
@@ -34,10 +37,7 @@ def check_bytes(budget_bytes: float) -> int:
     number = as_number(budget_bytes)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
         raise ValueError(f"budget_bytes is {budget_bytes!r}, expected a number of bytes")
-    return math.floor(min(number, _ALL_BYTES))
-
-
-_ALL_BYTES = 1 << 62
+    return math.floor(min(number, ALL_BYTES))
 
 
 def as_number(value: Any) -> Any:

@@ -168,7 +168,8 @@ def replay(chain: Chain, sequence: ChainSequence | str) -> Replay:
         sequence = ChainSequence.parse(sequence)
     sizes = WholeSizes.of(chain)
     usages = _usages(chain, sequence, sizes)
-    makespan = fsum(_seconds(chain.stages[stage - 1], kind) for kind, stage in sequence)
+    ran = ((chain.stages[stage - 1], kind) for kind, stage in sequence)
+    makespan = fsum(stage.backward_seconds if kind == "B" else stage.forward_seconds for stage, kind in ran)
     return Replay(makespan, sizes.to_unit(max(usages)))
 
 
@@ -180,10 +181,6 @@ def memory_usages(chain: Chain, sequence: ChainSequence) -> list[float]:
     """
     sizes = WholeSizes.of(chain)
     return [sizes.to_unit(usage) for usage in _usages(chain, sequence, sizes)]
-
-
-def _seconds(stage: Stage, kind: OperationKind) -> float:
-    return stage.backward_seconds if kind == "B" else stage.forward_seconds
 
 
 def _usages(chain: Chain, sequence: ChainSequence, sizes: WholeSizes) -> list[int]:

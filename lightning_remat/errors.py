@@ -1,7 +1,10 @@
 """What can go wrong, as exceptions that carry their facts as attributes and travel between processes."""
 
+import math
 from functools import partial
 from typing import Any
+
+from .budget import ALL_BYTES
 
 
 class InfeasibleBudgetError(ValueError):
@@ -26,6 +29,11 @@ class InfeasibleBudgetError(ValueError):
         self.minimum_bytes = minimum_bytes
         self.budget_bytes = budget_bytes
         self.node = node
+
+    @property
+    def sufficient_bytes(self) -> int:
+        """`minimum_bytes` as a budget; where it is infinite, as no budget is known to suffice, one that is none."""
+        return math.ceil(min(self.minimum_bytes, ALL_BYTES))
 
     def __reduce__(self) -> tuple[Any, ...]:
         facts = {"minimum_bytes": self.minimum_bytes, "budget_bytes": self.budget_bytes, "node": self.node}

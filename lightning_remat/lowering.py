@@ -37,6 +37,11 @@ def lower_kept(graph: Graph, outputs: Collection[int], tapes: Collection[int] | 
     return with_liveness(graph, _keep(arrays, kept, kept_tapes))
 
 
+def keep_everything(graph: Graph) -> Schedule:
+    """The schedule of the plain step."""
+    return lower_kept(graph, range(len(graph.nodes)))
+
+
 def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
     """The same schedule with each discard moved to right after the last use of what it discards.
 
@@ -111,14 +116,15 @@ def discard_at_last_use(arrays: GraphArrays, codes: Small, ends: Ints) -> Small:
     discards = np.empty(2 * len(codes), np.int32)
     places = np.empty(2 * len(codes), np.int64)
     num_discards = 0
+    is_read = _are_read(arrays, codes)
     for position in range(len(codes)):
         n, kind = codes[position] >> 2, codes[position] & 3
         if kind == RUN:
             for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
                 last_output[arrays.read[k]] = position
             # Where it brings back the tape only, what it makes again need not wait for it - but a second copy of a
-            # storage that a view or the caller may hold costs more than to keep the first.
-            if last_output[n] >= 0 and not arrays.is_shared[n]:
+            # storage that a view or the caller may hold costs more than to keep the first, where it is to stay.
+            if last_output[n] >= 0 and not (arrays.is_shared[n] and is_read[position]):
                 discards[num_discards], places[num_discards] = 4 * n + DISCARD, last_output[n]
                 num_discards += 1
             last_output[n] = position
@@ -153,3 +159,19 @@ def discard_at_last_use(arrays: GraphArrays, codes: Small, ends: Ints) -> Small:
             at += 1
             done += 1
     return lowered[:at]
+
+
+@njit
+def _are_read(arrays: GraphArrays, codes: Small) -> Flags:
+    """Of each run, whether its output is read while it is resident, also after later runs for the tape alone."""
+    is_read, is_wanted = np.zeros(len(codes), np.bool_), np.zeros(len(arrays.root), np.bool_)
+    for position in range(len(codes) - 1, -1, -1):
+        n, kind = codes[position] >> 2, codes[position] & 3
+        if kind == RUN:
+            is_read[position] = is_wanted[n]
+            is_wanted[arrays.read[arrays.read_start[n] : arrays.read_start[n + 1]]] = True
+        elif kind == BACKWARD:
+            is_wanted[arrays.saved[arrays.saved_start[n] : arrays.saved_start[n + 1]]] = True
+        elif kind == DISCARD:
+            is_wanted[n] = False
+    return is_read

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
-from lightning_remat.chain import Chain, Stage
+from lightning_remat import Graph, Schedule
+from lightning_remat.chain import Chain, ChainSequence, Stage
+from lightning_remat.planners._chain.stage_lowering import lower_steps, stage_arrays
+from lightning_remat.planners._chain.stages import GraphStage
+from lightning_remat.planners._chain.steps import to_steps
+from lightning_remat.schedules.arrays import decode, graph_arrays
+
+
+def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSequence) -> Schedule:
+    """A sequence of a graph's stages as a schedule."""
+    return decode(graph, lower_steps(graph_arrays(graph), stage_arrays(stages), to_steps(sequence)))
+
 
 # beaumont2024, Table 2: (a, abar, o_f, o_b, u_f, u_b) in MB and milliseconds; the loss is free.
 _TOY_ROWS = (

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_remat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 ROOMS = (
-    "errors", "budget", "schedules", "lowering", "chain", "planners", "plans", "devices", "module_state", "measure",
+    "budget", "errors", "schedules", "lowering", "chain", "planners", "plans", "devices", "module_state", "measure",
     "operations", "capture", "profiling", "execution", "regions", "reports", "batch_search", "trainer", "command_line",
 )  # fmt: skip
 WITHOUT_ORDER = {"__init__", "__main__", "conf"}  # the façades, which import every room, and YAML, which imports none

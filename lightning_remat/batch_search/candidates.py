@@ -104,7 +104,7 @@ class CandidateSearch:
                     self.pool = self.pool.added(planned)
                 step = planned if step is None or planned.seconds <= step.seconds else step
             except InfeasibleBudgetError as error:
-                self.error, needed = error, int(error.minimum_bytes)
+                self.error, needed = error, error.sufficient_bytes
         if step is None:
             assert needed is not None, "neither a plan nor a reason"
             is_memory = needed > budget
@@ -143,7 +143,7 @@ class CandidateSearch:
         try:
             return search.choose().step.predicted_peak_bytes
         except InfeasibleBudgetError as error:
-            return int(error.minimum_bytes)
+            return error.sufficient_bytes
 
     def settle_for_lowest(self, peak_bytes: int) -> None:
         """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""

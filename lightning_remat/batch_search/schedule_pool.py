@@ -59,7 +59,7 @@ def make_pool(model: StepModel, size: int, planner: str | Callable[..., Schedule
     try:
         least = model.plan(size, 1, planner).predicted_peak_bytes
     except InfeasibleBudgetError as error:
-        least = int(error.minimum_bytes)
+        least = error.sufficient_bytes
     entries: dict[tuple[str, ...], dict[str, Pooled]] = {}
     for i in range(_NUM_BUDGETS):
         try:

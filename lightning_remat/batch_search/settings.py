@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,11 +25,12 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The options of `Rematerialization`, which documents them; wrong ones raise `ValueError` here."""
 
     planner: Planner = "auto"
+    _: KW_ONLY
     memory_budget: Budget | None = None
     batch_size: BatchSize = "auto"
     margin: float = 0.05

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -64,38 +65,23 @@ def record(root: fx.GraphModule, values: list[Any]) -> dict[fx.Node, Record]:
     return recorder.records
 
 
-class fake_values:
+@contextmanager
+def fake_values(values: list[Any]) -> Generator[list[Any]]:
     """Fake tensors like the values inside; fake ones are copied within their own mode, so that writes stay inside."""
+    known = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
+    mode: Any = known or FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {id(value): value for value in values if isinstance(value, Tensor)}
 
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-        known = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
-        self._is_known = known is not None
-        self._mode: Any = known or FakeTensorMode(allow_non_fake_inputs=True)
-
-    def __enter__(self) -> list[Any]:
-        self._mode.__enter__()
-        made: dict[int, Tensor] = {}
-
-        def fake(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in made:
-                made[id(value)] = self._copy(value)
-            return made[id(value)]
-
-        return [fake(value) for value in self._values]
-
-    def _copy(self, value: Tensor) -> Tensor:
-        if not self._is_known:
-            return self._mode.from_tensor(value, static_shapes=True)
+    def copy(value: Tensor) -> Tensor:
+        if known is None:
+            return mode.from_tensor(value, static_shapes=True)
         with torch.no_grad():
-            size, stride = value.size(), value.stride()
-            copy = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-        return copy.requires_grad_(value.requires_grad)
+            copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+        return copied.requires_grad_(value.requires_grad)
 
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+    with mode:
+        made = {key: copy(t) for key, t in tensors.items()}
+        yield [made.get(id(value), value) for value in values]
 
 
 class WriteWatch(TorchDispatchMode):
@@ -151,7 +137,7 @@ class _Recorder(fx.Interpreter):
                 # `t.data = other` is no change among autograd's versions.
                 is_written = (t in before and t._version != before[t]) or (n.target in _EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
-                    entry.writes |= set(owner) or {i}
+                    entry.writes.add(owner or i)
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
         return value
@@ -161,18 +147,19 @@ class _Recorder(fx.Interpreter):
         entry.is_permuted = any(map(_is_permuted, tensors))
         entry.needs_grad = any(t.requires_grad for t in tensors)
         for t in tensors:
-            owners = self._owner(t)
-            entry.views |= set(owners) - {n}
-            if not owners:
+            owner = self._owner(t)
+            if owner is None:
                 entry.owns = True
                 storage = tensor_storage(t)
                 if storage is not None:
                     self.owners[storage._cdata] = (storage, n)  # pyright: ignore[reportPrivateUsage]
+            elif owner is not n:
+                entry.views.add(owner)
 
-    def _owner(self, t: Tensor) -> list[fx.Node]:
+    def _owner(self, t: Tensor) -> fx.Node | None:
         storage = tensor_storage(t)
         known = None if storage is None else self.owners.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
-        return [] if known is None else [known[1]]
+        return None if known is None else known[1]
 
 
 def _is_permuted(tensor: Tensor) -> bool:

@@ -30,7 +30,7 @@ from torch._dynamo.variables import (
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..devices import modules_of_kinds
-from .shared_setting import SharedSetting
+from .shared_setting import Exchange, captures_here
 
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -61,8 +61,6 @@ _here = threading.local()
 NOTE_FOR_COMPILERS: Any = torch._dynamo.mark_static_address
 """What only code that is not compiled calls, to tell a compiler something: nothing to compute, so it is left out."""
 
-_LEFT_OUT = SharedSetting(NOTE_FOR_COMPILERS, "_dynamo_forbidden", False)  # else TorchDynamo fails where it meets it
-
 
 @contextmanager
 def as_in_eager(tensors: Iterable[Tensor]) -> Generator[None]:
@@ -73,8 +71,7 @@ def as_in_eager(tensors: Iterable[Tensor]) -> Generator[None]:
     before = getattr(_here, "is_hidden", False)
     _here.is_hidden = not any(isinstance(t, FakeTensor) for t in tensors)
     try:
-        with _LEFT_OUT.wanted():
-            yield
+        yield
     finally:
         _here.is_hidden = before
 
@@ -151,13 +148,17 @@ def _has_tensors_or_modules(values: Iterable[Any]) -> bool:
     return False
 
 
-def _install() -> None:
-    handlers: dict[Any, Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
-    for question in _QUESTIONS:
-        handlers[question] = partial(_answer, handlers[question])
-    for question in _STREAM_QUESTIONS:
-        trace_rules._allowed_callable_ids.add(id(question))
-        handlers[question] = _about_streams
+def _is_allowed(truth: Callable[[object], bool], function: object) -> bool:
+    """Whether TorchDynamo may ask a function while it captures."""
+    return truth(function) or (captures_here() and any(function is question for question in _STREAM_QUESTIONS))
 
 
-_install()
+_HANDLERS = TorchInGraphFunctionVariable._get_handlers()
+
+CHANGES = [
+    *(Exchange(_HANDLERS, question, partial(partial, _answer)) for question in _QUESTIONS),
+    *(Exchange(_HANDLERS, question, lambda _: _about_streams) for question in _STREAM_QUESTIONS),
+    Exchange(trace_rules, "is_callable_allowed", partial(partial, _is_allowed)),
+    # Else TorchDynamo fails where it meets it.
+    Exchange(NOTE_FOR_COMPILERS, "_dynamo_forbidden", lambda _: False),
+]

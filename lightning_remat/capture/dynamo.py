@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import re
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -24,21 +25,13 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from .as_in_eager import NOTE_FOR_COMPILERS, as_in_eager
-from .generators_left import generators_left
-from .numpy_as_it_is import leave_numpy_as_it_is
-from .shared_setting import SharedSetting
+from . import as_in_eager, generators_left, numpy_as_it_is
+from .shared_setting import Exchange, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
-leave_numpy_as_it_is()
-
 _numbers = itertools.count(1)
-
-# TorchDynamo asks every input whether it has a gradient, of which PyTorch warns the user.
-_WARNING = "The .grad attribute of a Tensor that is not a leaf"
-warnings.filterwarnings("ignore", _WARNING, UserWarning, r"torch\._(dynamo|subclasses)")
 
 _HAS_ISOLATION = "isolate_recompiles" in signature(torch.compile).parameters  # newer than torch 2.11
 
@@ -152,8 +145,9 @@ class CompiledForward:
         try:
             # Of this thread; TorchDynamo may have to capture anew.
             settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
-            hooks = _hooks_captured.wanted() if self.has_hooks else nullcontext()
-            with config.patch(settings), as_in_eager(tensors_in((args, kwargs))), generators_left(), hooks:
+            hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
+            told = as_in_eager.as_in_eager(tensors_in((args, kwargs)))
+            with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told:
                 return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
@@ -184,8 +178,25 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
+class _Quiet:
+    """TorchDynamo asks every input whether it has a gradient, of which PyTorch warns; users may want errors then."""
+
+    def __init__(self) -> None:
+        message = re.compile("The .grad attribute of a Tensor that is not a leaf")
+        self._filter = "ignore", message, UserWarning, re.compile(r"torch\._(dynamo|subclasses)"), 0
+
+    def make(self) -> None:
+        cast("list[Any]", warnings.filters).insert(0, self._filter)
+
+    def undo(self) -> None:
+        with suppress(ValueError):  # users may have set others meanwhile
+            cast("list[Any]", warnings.filters).remove(self._filter)
+
+
+_AS_IN_EAGER = SharedSettings(_Quiet(), *as_in_eager.CHANGES, *generators_left.CHANGES, *numpy_as_it_is.CHANGES)
+
 # Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.
-_hooks_captured = SharedSetting(compiled_autograd, "compiled_autograd_enabled", True)
+_HOOKS_CAPTURED = SharedSettings(Exchange(compiled_autograd, "compiled_autograd_enabled", lambda _: True))
 
 
 def _ignored_functions() -> set[Callable[..., Any]]:
@@ -194,7 +205,7 @@ def _ignored_functions() -> set[Callable[..., Any]]:
     transformers has one in the loss of each model whose configuration names none.
     """
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    return {*once, NOTE_FOR_COMPILERS, *config.ignore_logging_functions}
+    return {*once, as_in_eager.NOTE_FOR_COMPILERS, *config.ignore_logging_functions}
 
 
 _forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (

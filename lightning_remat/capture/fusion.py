@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from torch import fx
@@ -157,25 +158,10 @@ def _edges(groups: list[Group]) -> list[set[int]]:
 
 def _cycle(groups: list[Group]) -> list[fx.Node]:
     """One node of each group on a cycle (a group and what lies between its parts), or nothing."""
-    edges = _edges(groups)
-    state = [0] * len(groups)
-    for start in range(len(groups)):
-        stack: list[tuple[int, list[int]]] = [(start, sorted(edges[start]))] if not state[start] else []
-        if stack:
-            state[start] = 1
-        while stack:
-            g, todo = stack[-1]
-            if not todo:
-                state[g] = 2
-                stack.pop()
-                continue
-            nxt = todo.pop()
-            if state[nxt] == 1:
-                path = [k for k, _ in stack]
-                return [groups[k][0] for k in path[path.index(nxt) :]]
-            if not state[nxt]:
-                state[nxt] = 1
-                stack.append((nxt, sorted(edges[nxt])))
+    try:
+        TopologicalSorter(dict(enumerate(_edges(groups)))).prepare()
+    except CycleError as error:
+        return [groups[k][0] for k in error.args[1][:-1]]
     return []
 
 

@@ -6,7 +6,7 @@ Numbers that are made of constants alone are taken from numpy itself; everything
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable, NumpyNdarrayVariable, NumpyVariable
 
 from .as_in_eager import is_captured_as_eager
+from .shared_setting import Exchange
 
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -53,10 +54,10 @@ def _answered(self: Any, answer: Callable[..., Any], truth: Callable[..., Any], 
     return answer(truth, self, *args)
 
 
-def leave_numpy_as_it_is() -> None:
-    """So it is from now on, where this package captures."""
+CHANGES = [
+    Exchange(kind, method, partial(partialmethod, _answered, answer))
     for kind, method, answer in (
         (NumpyVariable, "call_function", _call_function),
         (NumpyNdarrayVariable, "call_method", _call_method),
-    ):
-        setattr(kind, method, partialmethod(_answered, answer, getattr(kind, method)))
+    )
+]

@@ -1,51 +1,91 @@
-"""Settings of TorchDynamo of which there is one for all threads."""
+"""Settings of TorchDynamo of which there is one for all threads, changed only while this package captures."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, cast
+
+_here = threading.local()
 
 
-class SharedSetting:
-    """An attribute that has another value while any thread wants that, and its own again after the last one.
+def captures_here() -> bool:
+    """Whether this thread is within a `SharedSettings.wanted`: what is changed for all may concern it alone."""
+    return getattr(_here, "depth", 0) > 0
 
-    >>> from types import SimpleNamespace
-    >>> holder = SimpleNamespace(is_on=False)
-    >>> setting = SharedSetting(holder, "is_on", True)
-    >>> with setting.wanted():
-    ...     with setting.wanted():
-    ...         pass
-    ...     holder.is_on
-    True
-    >>> holder.is_on
-    False
+
+class Change(Protocol):
+    """What can be done and undone; no context, as it is done in every call of a captured forward."""
+
+    def make(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+class Exchange:
+    """An attribute, or what a dictionary has for a key, is made another.
+
+    >>> handlers = {"sin": 1}
+    >>> change = Exchange(handlers, "sin", lambda own: own + 1)
+    >>> change.make()
+    >>> handlers
+    {'sin': 2}
+    >>> change.undo()
+    >>> handlers
+    {'sin': 1}
 
     Args:
-        holder: What has the attribute.
-        name: Of the attribute.
-        value: That is wanted.
+        holder: An object with an attribute of its own, or a dictionary.
+        name: Of the attribute; the key.
+        exchange: Makes the other one of what is there; of None, where a dictionary has nothing.
     """
 
-    def __init__(self, holder: Any, name: str, value: object) -> None:
-        self._holder, self._name, self._value = holder, name, value
-        self._own: object = None
+    def __init__(self, holder: Any, name: Any, exchange: Callable[[Any], object]) -> None:
+        self._holder, self._name, self._exchange = holder, name, exchange
+        self._is_item = issubclass(type(holder), dict)
+        self._own: Any = None
+
+    def make(self) -> None:
+        held = cast(Any, self._holder if self._is_item else vars(self._holder))
+        self._own = held.get(self._name)
+        self._write(self._exchange(self._own))
+
+    def undo(self) -> None:
+        self._write(self._own)
+
+    def _write(self, value: Any) -> None:
+        if not self._is_item:
+            setattr(self._holder, self._name, value)
+        elif value is None:
+            del self._holder[self._name]
+        else:
+            self._holder[self._name] = value
+
+
+class SharedSettings:
+    """Changes that are in force while any thread wants them: made for the first one, undone after the last."""
+
+    def __init__(self, *changes: Change) -> None:
+        self._changes = changes
         self._num_wanting = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def wanted(self) -> Generator[None]:
-        """Within the block the attribute has that value."""
+        """Within the block the changes are in force."""
         with self._lock:
             if not self._num_wanting:
-                self._own = getattr(self._holder, self._name)
-                setattr(self._holder, self._name, self._value)
+                for change in self._changes:
+                    change.make()
             self._num_wanting += 1
+        _here.depth = getattr(_here, "depth", 0) + 1
         try:
             yield
         finally:
+            _here.depth -= 1
             with self._lock:
                 self._num_wanting -= 1
                 if not self._num_wanting:
-                    setattr(self._holder, self._name, self._own)
+                    for change in reversed(self._changes):
+                        change.undo()

@@ -63,9 +63,7 @@ def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """What `trace` returns, and the values of its placeholders in this call."""
     forward = forward_of(module)
     captured, values = _bound(forward, module, args, kwargs)
-    traced = traced_graph(module, forward, captured, values, tensors_in((args, kwargs)))
-    assert traced is not None
-    return traced, values
+    return next(_ways_of_graph(module, forward, captured, values, tensors_in((args, kwargs)))), values
 
 
 def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TracedModule, list[Any]]:
@@ -77,14 +75,20 @@ def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any
     captured, values = _bound(traced.forward, traced.module, args, kwargs)
     if captured is traced.captured:
         return traced, values
-    other = traced_graph(traced.module, traced.forward, captured, values, tensors_in((args, kwargs)))
-    assert other is not None
+    ways = _ways_of_graph(traced.module, traced.forward, captured, values, tensors_in((args, kwargs)))
+    other = next(ways)
     if not is_alike(traced, other):
-        is_apart = traced_graph(
-            traced.module, traced.forward, captured, values, tensors_in((args, kwargs)), is_out_of_place=True
-        )
-        other = is_apart if is_apart is not None and is_alike(traced, is_apart) else other
+        other = next((way for way in ways if is_alike(traced, way)), other)
     return other, values
+
+
+def _ways_of_graph(
+    module: nn.Module, forward: CompiledForward, captured: CapturedGraph, values: list[Any], given: list[Tensor]
+) -> Iterator[TracedModule]:
+    for is_out_of_place in (False, True):
+        traced = traced_graph(module, forward, captured, values, given, is_out_of_place=is_out_of_place)
+        if traced is not None:
+            yield traced
 
 
 def is_alike(a: TracedModule, b: TracedModule) -> bool:
@@ -165,7 +169,7 @@ def traced_graph(
         graph,
         root,
         operations,
-        _constants(graph, producer, effects, records),
+        _constants(graph, producer, effects),
         tuple(sorted({producer[n] for n in returned if n in producer})),
         producer,
         owned,
@@ -207,19 +211,17 @@ def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.No
     return frozenset(found)
 
 
-def _constants(
-    graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozenset[fx.Node], records: dict[fx.Node, Record]
-) -> tuple[fx.Node, ...]:
+def _constants(graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
     """The nodes without tensors that a run needs."""
+    needed: list[fx.Node] = []
     dropped: set[fx.Node] = set()
     for n in reversed(graph.nodes):
-        if n.op.startswith("call") and n not in producer and n not in effects and dropped.issuperset(n.users):
-            dropped.add(n)
-    return tuple(
-        n
-        for n in graph.nodes
-        if n.op.startswith("call") and n not in producer and n not in effects and n not in dropped
-    )
+        if n.op.startswith("call") and n not in producer and n not in effects:
+            if dropped.issuperset(n.users):
+                dropped.add(n)
+            else:
+                needed.append(n)
+    return tuple(reversed(needed))
 
 
 def _check_writes(

@@ -16,7 +16,7 @@ from ..reports.result import Candidate
 from .devices import Device
 from .network import Network
 from .request import Request
-from .study import Point, Study
+from .study import Study
 
 _BAR_WIDTH = 18
 
@@ -159,15 +159,11 @@ def _curve(study: Study, request: Request, budget_bytes: int | None) -> Table:
             format_bytes(point.peak_bytes),
             f"{point.peak_bytes / plain:.0%}",
             *[f"{point.second_gathers} units"] * has_gathers,
-            _time(point),
+            f"+{point.recompute_overhead:.1%}" if point.recompute_overhead else "plain",
             bar if fits else f"{bar} above the budget".strip(),
             style=style,
         )
     return table
-
-
-def _time(point: Point) -> str:
-    return f"+{point.recompute_overhead:.1%}" if point.recompute_overhead else "plain"
 
 
 def _candidates(study: Study, world_size: int) -> Table:

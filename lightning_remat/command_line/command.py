@@ -21,7 +21,7 @@ from .devices import this_machine
 from .network import make_network
 from .request import Request, parse_request
 from .sharding import imagined_world
-from .study import Study, Tell, study
+from .study import Tell, study
 from .usage_error import UsageError, one_line
 
 FITS, DOES_NOT_FIT, WRONG_QUESTION, INTERRUPTED = 0, 1, 2, 130
@@ -88,32 +88,20 @@ def _answer(request: Request) -> int:
         return FITS
     console = Console()
     print_answer(network, request, found, device, console)
-    _say_written(request, console, found)
+    for what, path in (("plan", request.save), ("page", request.report)):
+        if path is not None:
+            console.print(f"{what}: {path}", highlight=False)
     return FITS
-
-
-def _say_written(request: Request, console: Console, found: Study) -> None:
-    if request.save is not None:
-        console.print(f"plan: {request.save}", highlight=False)
-    if request.report is not None:
-        console.print(f"page: {request.report}", highlight=False)
 
 
 @contextlib.contextmanager
 def _progress() -> Generator[Tell]:
     """A line on stderr that says what is being done, where stderr is a terminal."""
-    # What is wrong is told in one line at the end; fake tensors would log a traceback of it.
-    silenced = {name: logging.getLogger(name) for name in ("lightning_remat", "torch._subclasses.fake_tensor")}
-    levels = {name: logger.level for name, logger in silenced.items()}
-    for logger in silenced.values():
-        logger.setLevel(logging.CRITICAL)
     console = Console(stderr=True)
-    try:
-        if not console.is_terminal:
-            yield lambda text: None
-            return
-        with console.status("starting") as status:
-            yield lambda text: status.update(text)
-    finally:
-        for name, logger in silenced.items():
-            logger.setLevel(levels[name])
+    with contextlib.ExitStack() as stack:
+        # What is wrong is told in one line at the end; fake tensors would log a traceback of it.
+        for name in ("lightning_remat", "torch._subclasses.fake_tensor"):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        yield stack.enter_context(console.status("starting")).update if console.is_terminal else lambda _: None

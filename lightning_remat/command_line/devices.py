@@ -43,7 +43,7 @@ class Device:
         return Speed(self.half_flops_per_second, self.speed.bytes_per_second, self.speed.launch_seconds)
 
 
-_SHEETS = {
+SHEETS = {
     # GB, GB/s, TFLOP/s at float32, dense TFLOP/s at 16 bits
     "T4": (16, 320, 8.1, 65),
     "V100": (32, 900, 15.7, 125),
@@ -61,22 +61,17 @@ _SHEETS = {
 }
 
 
-def device_names() -> list[str]:
-    """The devices that are known."""
-    return list(_SHEETS)
-
-
 def device_named(name: str) -> Device:
     """The device of that name.
 
     Raises:
         UsageError: None is known by it.
     """
-    known = {key.lower(): key for key in _SHEETS}
+    known = {key.lower(): key for key in SHEETS}
     key = known.get(name.lower().replace(" ", "").replace("_", "-"))
     if key is None:
-        raise UsageError(f"--device is {name!r}; the devices are {', '.join(_SHEETS)}")
-    memory, traffic, single, half = _SHEETS[key]
+        raise UsageError(f"--device is {name!r}; the devices are {', '.join(SHEETS)}")
+    memory, traffic, single, half = SHEETS[key]
     speed = Speed(single * 1e12, traffic * 1e9, _LAUNCH_SECONDS)
     return Device(key, int(memory * 1e9 * _USABLE), speed, half * 1e12)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch_search.plain_trial import PlainTrial
 from ..batch_search.resizing import has_batch_dimension
+from ..measure.tensor_bytes import logical_bytes
 from .request import Request
 from .sharding import shard_blocks
 from .target import exchanged, make_module
@@ -65,7 +66,7 @@ def make_network(request: Request, mode: FakeTensorMode, mesh: DeviceMesh | None
         batch = _batch(request, module, kind or torch.float32, mode)
         if not has_batch_dimension(batch):
             raise UsageError("no input has a batch dimension: give --input 8x…")
-        name, parameter_bytes = type(module).__name__, _bytes(module.parameters())
+        name, parameter_bytes = type(module).__name__, logical_bytes(module.parameters())
         units: Mapping[str, int] = {} if mesh is None else shard_blocks(module, mesh)
         optimizers = make_optimizers(request.optimizer, module)
         is_ddp = request.strategy == "ddp" and request.world_size > 1
@@ -87,7 +88,7 @@ def make_network(request: Request, mode: FakeTensorMode, mesh: DeviceMesh | None
             gather_bandwidth=request.gather_bandwidth,
         ),
         parameter_bytes=parameter_bytes,
-        buffer_bytes=_bytes(module.buffers()),
+        buffer_bytes=logical_bytes(module.buffers()),
         optimizers=tuple(type(optimizer).__name__ for optimizer in optimizers),
         inputs=tuple(_described(batch)),
         is_sharded=mesh is not None,
@@ -149,7 +150,3 @@ def _described(batch: Any) -> list[str]:
     return [
         f"{'×'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in leaves if isinstance(t, Tensor)
     ]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

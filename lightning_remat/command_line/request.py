@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ..budget import Budget, check_budget, parse_budget
 from ..planners import PLANNERS
-from .devices import Device, device_named, device_names
+from .devices import SHEETS, Device, device_named
 from .shapes import InputShape
 from .training import OPTIMIZERS, PRECISIONS
 from .usage_error import UsageError
@@ -85,28 +85,19 @@ def parse_request(arguments: Sequence[str]) -> Request:
         UsageError: They ask none.
         SystemExit: They ask for help, which is printed.
     """
-    given = _parser().parse_args(arguments)
-    inputs = tuple(InputShape.parse(text) for text in given.input)
+    given = vars(_parser().parse_args(arguments))
+    inputs = tuple(map(InputShape.parse, given["inputs"]))
     if len({shape.batch_size for shape in inputs}) > 1:
         raise UsageError("the inputs have different batch sizes: give each --input the same first size, or B")
-    device = None if given.device is None else device_named(given.device)
-    request = Request(
-        target=given.target,
-        inputs=inputs,
-        memory=_memory(given.memory),
-        optimizer=given.optimizer,
-        precision=given.precision,
-        planner=given.planner,
-        strategy=given.strategy,
-        world_size=given.world_size,
-        gather_bandwidth=_bandwidth(given.gather_bandwidth),
-        compare=given.compare,
-        save=_writable(given.save, "--save"),
-        report=_writable(given.report, "--report"),
-        as_json=given.json,
-        device=device,
-        debug=given.debug,
-    )
+    given |= {
+        "inputs": inputs,
+        "memory": _memory(given["memory"]),
+        "gather_bandwidth": _bandwidth(given["gather_bandwidth"]),
+        "save": _writable(given["save"], "--save"),
+        "report": _writable(given["report"], "--report"),
+        "device": None if given["device"] is None else device_named(given["device"]),
+    }
+    request = Request(**given)
     _check_together(request)
     return request
 
@@ -161,7 +152,7 @@ def _writable(path: Path | None, option: str) -> Path | None:
 def _parser() -> argparse.ArgumentParser:
     options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
     whole = _Parser(prog="lightning-remat", description="Trains models that do not fit. See: plan --help.")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="plan")
+    commands = whole.add_subparsers(required=True, metavar="plan")
     parser = commands.add_parser(
         "plan",
         help="whether a model fits, what that costs, and the batch size",
@@ -176,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--input",
+        dest="inputs",
         action="append",
         default=[],
         metavar="SIZES",
@@ -183,9 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "once for each input; left out for a LightningModule with example_input_array",
     )
     parser.add_argument("--memory", help="the budget, such as 8GiB, 80GB or 50%% of the plain step's peak")
-    parser.add_argument(
-        "--device", metavar="NAME", help=f"whose memory and seconds are meant: {', '.join(device_names())}"
-    )
+    parser.add_argument("--device", metavar="NAME", help=f"whose memory and seconds are meant: {', '.join(SHEETS)}")
     parser.add_argument(
         "--optimizer", choices=sorted(OPTIMIZERS), help="counted with its state (default: the model's own, or sgd)"
     )
@@ -207,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", action="store_true", help="also asks every other planner (minutes)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="writes the plan, which rematerialize(plan=) takes")
     parser.add_argument("--report", type=Path, metavar="FILE", help="writes a page with pictures (.html)")
-    parser.add_argument("--json", action="store_true", help="prints the answer as JSON, and nothing else")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="prints the answer as JSON, and nothing else"
+    )
     parser.add_argument("--debug", action="store_true", help="shows where an error comes from")
     return whole

@@ -10,6 +10,7 @@ from ..batch_search.candidates import CandidateSearch, Choice
 from ..batch_search.search import first_choice, sizes_to_consider
 from ..batch_search.settings import Settings
 from ..batch_search.trial import StepModel, install, model_step, uninstall, with_apart
+from ..budget import ALL_BYTES
 from ..errors import InfeasibleBudgetError
 from ..planners import PLANNERS
 from ..plans.plan import StepPlan
@@ -21,7 +22,6 @@ from .request import Request
 NUM_POINTS = 8
 """Of the curve of time over memory."""
 
-_NO_LIMIT = 1 << 62
 _MOST_TRIES = 3
 
 Tell = Callable[[str], None]
@@ -96,14 +96,14 @@ def study(network: Network, request: Request, tell: Tell) -> Study:
     trial = network.trial
     settings = Settings(
         planner=request.planner,
-        memory_budget=request.memory or (request.device.memory_bytes if request.device else None) or _NO_LIMIT,
+        memory_budget=request.memory or (request.device.memory_bytes if request.device else None) or ALL_BYTES,
         batch_size="auto" if request.asks_batch_size else "keep",
     )
     sizes = sizes_to_consider(trial, settings)
     profiled = (trial.batch_size // 2, trial.batch_size) if len(sizes) > 1 else (trial.batch_size,)
     tell(f"profiling every operation of {network.name} at batch size {' and '.join(map(str, profiled))}")
     model = model_step(trial, profiled, with_scratch=False)
-    search = CandidateSearch(trial.batch_size, settings, sizes, model, _NO_LIMIT, _NO_LIMIT)
+    search = CandidateSearch(trial.batch_size, settings, sizes, model, ALL_BYTES, ALL_BYTES)
     tell("planning the largest batch size" if len(sizes) > 1 else "planning")
     choice = first_choice(trial, search, may_grow=True)
     choice, measured = _executed(network, search, choice, tell)
@@ -181,7 +181,7 @@ def _lowest(model: StepModel, size: int, planner: str) -> StepPlan:
     try:
         return model.plan(size, 1, planner)
     except InfeasibleBudgetError as error:
-        return model.plan(size, int(error.minimum_bytes), planner)
+        return model.plan(size, error.sufficient_bytes, planner)
 
 
 def _attempts(search: CandidateSearch, choice: Choice, tell: Tell) -> list[Attempt]:
@@ -195,6 +195,6 @@ def _attempts(search: CandidateSearch, choice: Choice, tell: Tell) -> list[Attem
             step = search.model.plan(size, budget, name)
             peak, overhead = step.predicted_peak_bytes, step.recompute_overhead
         except InfeasibleBudgetError as error:
-            peak, overhead = int(error.minimum_bytes), None
+            peak, overhead = error.sufficient_bytes, None
         found.append(Attempt(name, peak, overhead, time.perf_counter() - start))
     return found

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
+from ..measure.tensor_bytes import logical_bytes
 from ..module_state.nesting import tensors_in
 from .usage_error import UsageError, one_line
 
@@ -97,7 +98,7 @@ class WithBuckets(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        num_bytes = logical_bytes(p for p in module.parameters() if p.requires_grad)
         self.register_buffer("buckets", torch.empty(num_bytes, dtype=torch.uint8))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -142,7 +142,7 @@ class _Rewritten:
         except InfeasibleBudgetError as error:
             if error.minimum_bytes > max(plan.budget_bytes for _, plan in self.parts):
                 raise
-            return make_plan(costs, int(error.minimum_bytes), self.planner)
+            return make_plan(costs, error.sufficient_bytes, self.planner)
 
     def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:
         """The tensors that come into a graph: the call's, or any that the module does not hold."""

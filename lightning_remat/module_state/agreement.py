@@ -37,14 +37,30 @@ def first_rank(module: nn.Module, compute: Callable[[], T]) -> T:
     """
     if not is_shared(module):
         return compute()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+
+    def broadcast(outcome: object) -> Any:
+        told = [outcome]
+        cast(Any, dist).broadcast_object_list(told, src=0)
+        return told[0]
+
+    return told_by_first(compute, broadcast, is_first=dist.get_rank() == 0)
+
+
+def told_by_first(compute: Callable[[], T], broadcast: Callable[[object], Any], *, is_first: bool) -> T:
+    """What `compute` returns, or raises, on the first process, on every process.
+
+    Args:
+        compute: Called on the first.
+        broadcast: Returns what it is given on the first, on every process.
+        is_first: Whether this is the first.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if is_first:
         try:
-            outcome = [compute(), None]
+            outcome = compute(), None
         except Exception as error:  # raised below, on every process
-            outcome = [None, error]
-    cast(Any, dist).broadcast_object_list(outcome, src=0)
-    value, error = outcome
+            outcome = None, error
+    value, error = broadcast(outcome)
     if error is not None:
         raise error
     return value
@@ -59,11 +75,7 @@ def all_ranks(module: nn.Module, value: T) -> list[T]:
     return found
 
 
-def _no_limit(_error: Exception) -> bool:
-    return False
-
-
-def together(module: nn.Module, run: Callable[[], T], is_limit: Callable[[Exception], bool] = _no_limit) -> T:
+def together(module: nn.Module, run: Callable[[], T], is_limit: Callable[[Exception], bool] = lambda _: False) -> T:
     """What `run` returns, a step of a sharded module, in which the processes wait for each other.
 
     An error is raised as it is where every process meets the same. Where others do not, they wait for this process in

@@ -108,16 +108,11 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
 
 
-def _are_deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _use_deterministic(flags: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
-
-
 _ALGORITHMS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (_are_deterministic, _use_deterministic),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
+    ),
     _cudnn("enabled"),
     _cudnn("benchmark"),
     _cudnn("deterministic"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,9 +25,7 @@ class Structure:
 
     def build(self, leaves: Iterable[Any]) -> Any:
         """The nested value with these leaves."""
-        return self._built(iter(leaves))
-
-    def _built(self, leaves: Iterator[Any]) -> Any:
+        leaves = iter(leaves)  # of an inner structure, those that are left
         records = {place: (kind, names, structure) for place, kind, names, structure in self.records}
         values: list[Any] = []
         for place in range(self.spec.num_leaves):
@@ -36,7 +34,7 @@ class Structure:
                 continue
             kind, names, structure = records[place]
             value: Any = object.__new__(cast(Any, kind))
-            for name, field in zip(names, structure._built(leaves), strict=True):
+            for name, field in zip(names, structure.build(leaves), strict=True):
                 object.__setattr__(value, name, field)
             values.append(value)
         return tree_unflatten(values, self.spec)

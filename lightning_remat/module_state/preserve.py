@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -85,12 +85,7 @@ def record_values(tensors: Iterable[Tensor]) -> Undo:
     return put_back
 
 
-@contextmanager
-def preserved_own_generators(module: nn.Module) -> Generator[None]:
+def preserved_own_generators(module: nn.Module) -> AbstractContextManager[None]:
     """Restores the random generators that are attributes of a module and its submodules."""
     attributes = (value for m in module.modules() for value in vars(m).values())
-    state = RandomState(source for value in attributes if (source := generator_of(value)) is not None)
-    try:
-        yield
-    finally:
-        state.put_back()
+    return RandomState(source for value in attributes if (source := generator_of(value)) is not None).restored()

@@ -6,7 +6,7 @@ import operator
 import random
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -48,19 +48,22 @@ class RandomState:
         for source, state in self._states:
             source.write(state)
 
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Sets them to it after the block."""
+        try:
+            yield
+        finally:
+            self.put_back()
+
     def is_current(self) -> bool:
         """Whether none of them has drawn since."""
         return all(source.same(source.read(), state) for source, state in self._states)
 
 
-@contextmanager
-def preserved_random(*, with_torch: bool = True) -> Generator[None]:
+def preserved_random(*, with_torch: bool = True) -> AbstractContextManager[None]:
     """Restores the random states of python, numpy and, unless that is left out, torch on every device."""
-    state = RandomState.of_all(with_torch=with_torch)
-    try:
-        yield
-    finally:
-        state.put_back()
+    return RandomState.of_all(with_torch=with_torch).restored()
 
 
 class Draws:

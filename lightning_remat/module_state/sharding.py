@@ -48,12 +48,13 @@ def whole_parts(module: nn.Module) -> Iterator[nn.Module]:
         if holds_units(child):
             yield from whole_parts(child)
         elif type(child).forward is nn.Module.forward:  # a container
-            yield from (m for m in child.children() if not _is_layer(m))
-        elif not _is_layer(child):
+            yield from (m for m in child.children() if not is_layer(m))
+        elif not is_layer(child):
             yield child
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module is a single layer of PyTorch's."""
     own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
     return own.__module__.startswith("torch.nn.") and not any(module.children())
 
@@ -135,8 +136,7 @@ def reason_against_units(root: nn.Module) -> str | None:
 
 def managed_parameters(root: nn.Module) -> set[int]:
     """The ids of the shards of all units."""
-    units = (m for m in root.modules() if is_unit(m))
-    return {id(p.sharded_param) for unit in units for group in groups_of(unit) for p in group.fsdp_params}
+    return set(map(id, _shards(root)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from ..errors import InfeasibleBudgetError
 from ..schedules.compiled_simulator import Judge
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.simulator import Simulation, simulate
+from ..schedules.simulator import simulate
 
 
 class Candidate(NamedTuple):
@@ -58,14 +58,12 @@ def fastest_that_fits(graph: Graph, budget_bytes: int, family: Sequence[Candidat
     fitting = bisect_right(family, budget_bytes, key=lambda candidate: candidate.peak_bytes)
     if fitting:
         return family[fitting - 1].schedule
-    lowest = family[0].schedule
-    raise infeasible(graph, budget_bytes, lowest, simulate(graph, lowest), planner=planner)
+    raise infeasible(graph, budget_bytes, family[0].schedule, planner=planner)
 
 
-def infeasible(
-    graph: Graph, budget_bytes: int, schedule: Schedule, simulation: Simulation, *, planner: str
-) -> InfeasibleBudgetError:
+def infeasible(graph: Graph, budget_bytes: int, schedule: Schedule, *, planner: str) -> InfeasibleBudgetError:
     """The error of a planner whose lowest peak is that of `schedule`."""
+    simulation = simulate(graph, schedule)
     setter, name = "inputs and parameters, for there are no operations", None
     if schedule.actions:
         kind, n = schedule.actions[simulation.peak_position]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from ..schedules.edges import connected_parts, topological_order
+from ..schedules.edges import connected_parts, neighbours, topological_order
 
 Division = Literal["edge", "series", "branches", "maximal_split"]
 
@@ -136,14 +136,6 @@ def _series(part: _Part, splitting: list[int]) -> list[_Part]:
     return members
 
 
-def _neighbours(part: _Part) -> dict[int, list[int]]:
-    near: dict[int, list[int]] = {v: [] for v in (part.source, *part.vertices, part.target)}
-    for a, b in part.edges:
-        near[a].append(b)
-        near[b].append(a)
-    return near
-
-
 def _branches(part: _Part) -> list[_Part]:
     """The connected parts once source and target are taken out, and the edge between the two (Algorithm 3)."""
     branches = connected_parts(part.vertices, part.edges)
@@ -162,7 +154,7 @@ def _branches(part: _Part) -> list[_Part]:
 
 def _maximal_split(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_Part], tuple[int, ...]]:
     """The largest closed sets inside (Algorithm 4): no two of them overlap, and all edges lie in one."""
-    near = _neighbours(part)
+    near = neighbours((part.source, *part.vertices, part.target), part.edges)
     above = _dominators(part, forward=True)
     below = _dominators(part, forward=False)
     home: dict[int, tuple[int, int]] = {}  # vertex -> source and target of the member that contains it

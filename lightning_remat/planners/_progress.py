@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from threading import Timer
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,9 +30,7 @@ class SearchProgress:
             self._starter.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._starter is not None:
             self._starter.cancel()
             self._starter.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..lowering import lower_kept
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.simulator import simulate
 from ._auto.front_search import front_of
 from ._candidates import fastest_that_fits, infeasible, trade_off
 
@@ -47,5 +46,5 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     found = front.within(budget_bytes)
     schedule = front.schedule(found or 0)
     if found is None:
-        raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner="auto")
+        raise infeasible(graph, budget_bytes, schedule, planner="auto")
     return schedule

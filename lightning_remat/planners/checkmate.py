@@ -77,12 +77,6 @@ def plan_checkmate(
     return fastest_that_fits(graph, budget_bytes, family, planner="checkmate")
 
 
-def _peak_costs(program: Program) -> Point:
-    costs = np.zeros(len(program.low))
-    costs[PEAK] = 1.0
-    return costs
-
-
 def _plan_exactly(
     graph: Graph, budget_bytes: int, time_limit: float, most_stages: int | None, progress: bool
 ) -> Schedule:
@@ -98,7 +92,7 @@ def _plan_exactly(
         if simulate(graph, candidates[0]).peak_bytes > budget_bytes:
             is_proven = False  # the groups' memory is an estimate
     if solution is None and is_proven:
-        solution, is_proven = _integral(program, _peak_costs(program), np.inf, share, progress=progress)
+        solution, is_proven = _integral(program, np.eye(1, len(program.low), PEAK)[0], np.inf, share, progress=progress)
         if solution is not None:
             candidates.append(problem.rounded(solution))
     if not is_proven:

@@ -38,12 +38,8 @@ def plan_chen_cheap(graph: Graph, budget_bytes: int, *, cheap_kinds: frozenset[s
 def _family(graph: Graph, cheap_kinds: frozenset[str]) -> tuple[Candidate, ...]:
     everything = set(range(len(graph.nodes)))
     cheap = [n for n, node in enumerate(graph.nodes) if not node.is_view and consists_of(node, cheap_kinds)]
-    cheap.sort(key=lambda n: -_bytes_per_second(graph, n))
+    freed = {n: graph.nodes[n].output_bytes + graph.nodes[n].tape_bytes for n in cheap}
+    cheap.sort(key=lambda n: -freed[n] / max(graph.nodes[n].forward_seconds, 1e-12))  # bytes for a second
     step = max(1, -(-len(cheap) // 64))
     counts = [*range(0, len(cheap), step), len(cheap)]
     return trade_off(graph, (lower_kept(graph, everything - set(cheap[:k])) for k in counts))
-
-
-def _bytes_per_second(graph: Graph, n: int) -> float:
-    node = graph.nodes[n]
-    return (node.output_bytes + node.tape_bytes) / max(node.forward_seconds, 1e-12)

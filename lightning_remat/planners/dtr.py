@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..lowering import lower_kept, with_liveness
+from ..lowering import keep_everything, with_liveness
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
@@ -42,7 +42,7 @@ def plan_dtr(graph: Graph, budget_bytes: int) -> Schedule:
 
 @lru_cache(maxsize=8)
 def _family(graph: Graph) -> tuple[Candidate, ...]:
-    plain = lower_kept(graph, range(len(graph.nodes)))
+    plain = keep_everything(graph)
     if not graph.nodes:
         return trade_off(graph, [plain])
     step = pack_step(graph)

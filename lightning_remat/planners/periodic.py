@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything, lower_kept
 from ..schedules.compiled import Ints
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -54,9 +54,7 @@ def plan_keep_all(graph: Graph, budget_bytes: int) -> Schedule:
     Raises:
         InfeasibleBudgetError: The plain step needs more than the budget.
     """
-    return fastest_that_fits(
-        graph, budget_bytes, trade_off(graph, [lower_kept(graph, range(len(graph.nodes)))]), planner="keep_all"
-    )
+    return fastest_that_fits(graph, budget_bytes, trade_off(graph, [keep_everything(graph)]), planner="keep_all")
 
 
 @lru_cache(maxsize=8)

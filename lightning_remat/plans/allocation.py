@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything, lower_kept
 from ..planners.chen import mirrored, search
 from ..schedules.edges import articulation_points
 from ..schedules.graph import Graph
@@ -75,14 +75,10 @@ def allocate(graph: Graph, strategy: Strategy = "sharing", *, schedule: Schedule
     if strategy in ("drop_bn_relu", "sublinear"):
         if schedule is not None:
             raise ValueError(f"strategy {strategy!r} makes its own schedule: leave out `schedule`, or use 'sharing'")
-        candidates = _sublinear(graph) if strategy == "sublinear" else iter([_without_bn_relu(graph)])
+        left = {n for n, node in enumerate(graph.nodes) if not consists_of(node, DROPPED_KINDS)}
+        candidates = _sublinear(graph) if strategy == "sublinear" else iter([lower_kept(graph, left)])
         return min((_assign(graph, strategy, s) for s in candidates), key=lambda allocation: allocation.total_bytes)
-    return _assign(graph, strategy, schedule or lower_kept(graph, range(len(graph.nodes))))
-
-
-def _without_bn_relu(graph: Graph) -> Schedule:
-    kept = {n for n, node in enumerate(graph.nodes) if not consists_of(node, DROPPED_KINDS)}
-    return lower_kept(graph, kept)
+    return _assign(graph, strategy, schedule or keep_everything(graph))
 
 
 def _sublinear(graph: Graph) -> Iterator[Schedule]:
@@ -138,16 +134,15 @@ class _Pool:
                 self.free.add(buffer)
         if self.is_shared and self.free:
             large = [b for b in self.free if self.sizes[b] >= value.size_bytes]
-            by_size = (min if large else max)(large or self.free, key=lambda b: (self.sizes[b], b))
-            self.free.discard(by_size)
-            self.sizes[by_size] = max(self.sizes[by_size], value.size_bytes)
-            self.last[by_size] = value.last
-            heapq.heappush(self.busy, (value.last, by_size))
-            return by_size
-        self.sizes.append(value.size_bytes)
-        self.last.append(value.last)
-        heapq.heappush(self.busy, (value.last, len(self.sizes) - 1))
-        return len(self.sizes) - 1
+            buffer = (min if large else max)(large or self.free, key=lambda b: (self.sizes[b], b))
+            self.free.discard(buffer)
+            self.sizes[buffer] = max(self.sizes[buffer], value.size_bytes)
+        else:
+            buffer = len(self.sizes)
+            self.sizes.append(value.size_bytes)
+            self.last.append(value.last)
+        self.extend(buffer, value)
+        return buffer
 
     def extend(self, buffer: int, value: Value) -> None:
         """The buffer's next value is written over the present one."""

@@ -44,6 +44,11 @@ class Unit:
         """The gradients of the shards."""
         return self.cast_gradient_bytes or self.scattered_bytes
 
+    @property
+    def kept_plainly(self) -> int:
+        """Bytes that stay as the user has set it."""
+        return self.kept_bytes if self.plain_kept_bytes is None else self.plain_kept_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -92,19 +97,14 @@ class Gathering:
         """The same where of the planned units these stay gathered from forward to backward, and no others."""
         units = list(self.units)
         for u in self.planned:
-            unit = units[u]
-            plain = unit.kept_bytes if unit.plain_kept_bytes is None else unit.plain_kept_bytes
-            units[u] = replace(unit, kept_bytes=unit.full_bytes if u in kept else 0, plain_kept_bytes=plain)
+            kept_bytes = units[u].full_bytes if u in kept else 0
+            units[u] = replace(units[u], kept_bytes=kept_bytes, plain_kept_bytes=units[u].kept_plainly)
         return replace(self, units=tuple(units))
 
     @property
     def plain(self) -> Gathering:
         """The same as the user has set it."""
-        return self.keeping([u for u in self.planned if self.units[u].plain_kept_bytes or self._is_kept(u)])
-
-    def _is_kept(self, u: int) -> bool:
-        unit = self.units[u]
-        return unit.plain_kept_bytes is None and bool(unit.kept_bytes)
+        return self.keeping([u for u in self.planned if self.units[u].kept_plainly])
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gathering:

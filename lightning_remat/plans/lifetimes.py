@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..schedules.gradients import GradientMemory
@@ -58,19 +58,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Value, ...]:
             replay.output.pop(n)
         else:
             replay.tape.pop(n)
-    return tuple(
-        Value(d.node, d.kind, d.size_bytes, d.made, tuple(sorted(set(d.uses))), d.may_overwrite) for d in replay.drafts
-    )
-
-
-@dataclass(slots=True)
-class _Draft:
-    node: int
-    kind: Literal["output", "tape", "gradient"]
-    size_bytes: int
-    made: int
-    may_overwrite: tuple[int, ...]
-    uses: list[int] = field(default_factory=list[int])
+    return tuple(replace(v, uses=tuple(sorted(uses))) for v, uses in zip(replay.values, replay.uses, strict=True))
 
 
 class _Replay(GradientMemory):
@@ -79,7 +67,8 @@ class _Replay(GradientMemory):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.tick = -1
-        self.drafts: list[_Draft] = []
+        self.values: list[Value] = []  # but for their uses
+        self.uses: list[set[int]] = []
         self.output: dict[int, int] = {}  # node -> the value that its resident output lives in
         self.tape: dict[int, int] = {}
         self.held: dict[int, int] = {}  # what the caller holds until the backward
@@ -88,12 +77,13 @@ class _Replay(GradientMemory):
         self.overwritable: list[int] = []  # by the gradients that are made next
 
     def make(self, n: int, kind: Literal["output", "tape", "gradient"], size: int, over: Iterable[int] = ()) -> int:
-        self.drafts.append(_Draft(n, kind, size, self.tick, tuple(dict.fromkeys(over))))
+        self.values.append(Value(n, kind, size, self.tick, (), tuple(dict.fromkeys(over))))
+        self.uses.append(set())
         return self.allocate(size)
 
     def use(self, values: Iterable[int]) -> None:
         for v in values:
-            self.drafts[v].uses.append(self.tick)
+            self.uses[v].add(self.tick)
 
     def forward(self, n: int) -> None:
         graph, node = self.graph, self.graph.nodes[n]

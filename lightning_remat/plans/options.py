@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InfeasibleBudgetError
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..schedules.compiled import Flags, Floats, Ints
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Schedule
@@ -245,14 +245,14 @@ def _options(
             made = plan(extended, peak_bytes, planner, like=start, **dict(options))
         except InfeasibleBudgetError as error:
             try:
-                made = plan(extended, int(error.minimum_bytes), planner, like=start, **dict(options))
+                made = plan(extended, error.sufficient_bytes, planner, like=start, **dict(options))
             except InfeasibleBudgetError:  # what it said to be its lowest peak is not: nothing to learn here
                 return
         schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))
         found.setdefault(str(schedule), option(schedule))
 
     start = _with_rest(like, 0)  # one search, from which those for all other limits start
-    plain = option(lower_kept(graph, range(len(graph.nodes))))
+    plain = option(keep_everything(graph))
     found = {str(plain.schedule): plain}
     least = sum(graph.nodes[graph.roots[n]].output_bytes for n in graph.outputs)
     most = plain.peaks.held_bytes

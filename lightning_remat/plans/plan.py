@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from ..errors import InfeasibleBudgetError
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..schedules.graph import Graph, Node
 from ..schedules.schedule import Action, Schedule
 from ..schedules.simulator import Simulation, simulate
 from ..schedules.stored import reading
 from .step_memory import RegionCost, Surroundings, Timeline, forward_length, step_timeline
+
+_STORED = ("planner", "budget_bytes", "planning_seconds", "rung", "reasons", "correction_bytes")
+"""Of a plan, what is stored as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, graph and schedule included; `from_json` reads and replays it."""
-        data: dict[str, Any] = {
-            "planner": self.planner,
-            "budget_bytes": self.budget_bytes,
-            "planning_seconds": self.planning_seconds,
-            "rung": self.rung,
-            "reasons": self.reasons,
-            "correction_bytes": self.correction_bytes,
-        }
+        data: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
         if self.step is not None:
             return json.dumps({**data, "step": json.loads(self.step.to_json())})
         graph = json.loads(self.graph.to_json())
@@ -134,7 +130,7 @@ def replayed(graph: Graph, budget_bytes: int, name: str, schedule: Schedule, pla
             minimum_bytes=simulation.peak_bytes,
             budget_bytes=budget_bytes,
         )
-    plain = simulate(graph, lower_kept(graph, range(len(graph.nodes))))
+    plain = simulate(graph, keep_everything(graph))
     return Plan(name, budget_bytes, schedule, simulation, graph, plain, planning_seconds)
 
 
@@ -269,7 +265,7 @@ class StepPlan:
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
     """The step with every region as autograd runs it, and every unit as the user has set it."""
-    schedules = {k: lower_kept(g, range(len(g.nodes))) for k, g in graphs.items()}
+    schedules = {k: keep_everything(g) for k, g in graphs.items()}
     return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings.plain)
 
 

@@ -249,12 +249,8 @@ def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> t
     return [_Level(base + kept) for _ in calls], levels
 
 
-def _level_arrays(levels: Sequence[_Level]) -> tuple[Ints, Ints, Ints]:
-    return (
-        np.array([level.during_bytes for level in levels], np.int64),
-        np.array([level.before_bytes for level in levels], np.int64),
-        np.array([level.after_bytes for level in levels], np.int64),
-    )
+def _level_arrays(levels: Sequence[_Level]) -> tuple[Ints, ...]:
+    return tuple(np.array([[v.during_bytes, v.before_bytes, v.after_bytes] for v in levels], np.int64).T)
 
 
 def _level(base: int, beside: Beside) -> _Level:

@@ -7,19 +7,19 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..budget import format_bytes
+from ..budget import ALL_BYTES, format_bytes
 from ..errors import InfeasibleBudgetError
 from ..planners import planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
-from .options import Option, choose
-from .plan import Plan, StepPlan, joined
+from .options import choose
+from .plan import StepPlan, joined
 from .planner import fastest_plan, plan
 from .step_memory import Surroundings
 
-_MOST_ROUNDS = 8
-_NO_LIMIT = 1 << 62
+_MOST_ROUNDS = 7
+"""Budgets for which a region is planned before it is its lowest peak's turn."""
 
 
 def plan_step(
@@ -56,7 +56,7 @@ def plan_step(
     name, _ = planner_of(planner)
     # A plan that keeps all, as the planner in question would have made it.
     plain = {
-        k: replace(plan(g, _NO_LIMIT, "keep_all"), planner=name, budget_bytes=budget_bytes) for k, g in graphs.items()
+        k: replace(plan(g, ALL_BYTES, "keep_all"), planner=name, budget_bytes=budget_bytes) for k, g in graphs.items()
     }
     ways = {k: (g, apart[k]) if k in apart else (g,) for k, g in graphs.items()}
     gathering = surroundings.gathering
@@ -68,7 +68,11 @@ def plan_step(
         return found  # nothing beats recomputing nothing, and a planner may take seconds to find that out
     if len(keys) > 1 or is_planned:
         chosen, surroundings = choose(keys, ways, budget_bytes, planner, surroundings, like=like, **options)
-        found = replace(found.planned({k: _chosen(p, chosen[k]) for k, p in plain.items()}), surroundings=surroundings)
+        plans = {
+            k: replace(plain[k], graph=o.graph, schedule=o.schedule, simulation=simulate(o.graph, o.schedule))
+            for k, o in chosen.items()
+        }
+        found = replace(found.planned(plans), surroundings=surroundings)
     else:
         found = _planned_region(found, ways[keys[0]], planner, {"like": like, **options})
     if found.predicted_peak_bytes > budget_bytes:
@@ -76,31 +80,28 @@ def plan_step(
     return found
 
 
-def _chosen(plain: Plan, option: Option) -> Plan:
-    simulation = simulate(option.graph, option.schedule)
-    return replace(plain, graph=option.graph, schedule=option.schedule, simulation=simulation)
-
-
 def _planned_region(
     step: StepPlan, ways: Sequence[Graph], planner: str | Callable[..., Schedule], options: dict[str, Any]
 ) -> StepPlan:
     """The step with its one region planned for the budget, or for the lowest peak that the planner reaches."""
     ((key, plain),) = step.plans.items()
-    around = step.surroundings.resident_bytes + step.surroundings.correction_bytes
-    budget, floor = step.budget_bytes - around, 0
-    for number in range(_MOST_ROUNDS):
-        try:
-            made = fastest_plan(ways, budget, planner, **options)
-        except InfeasibleBudgetError as error:
-            budget = floor = int(error.minimum_bytes)
-            made = fastest_plan(ways, budget, planner, **options)
-        step = step.planned({key: replace(made, plain=plain.plain)})
-        excess = step.predicted_peak_bytes - step.budget_bytes
-        if excess <= 0 or budget <= floor:
-            break
-        # A little less may lead to a schedule that exceeds by as much elsewhere: each round takes twice as much off.
-        budget = max(floor, budget - (excess << number)) if number < _MOST_ROUNDS - 2 else floor
-    return step
+
+    def planned(budget_bytes: int) -> StepPlan:
+        made = fastest_plan(ways, budget_bytes, planner, **options)
+        return step.planned({key: replace(made, plain=plain.plain)})
+
+    budget = step.budget_bytes - step.surroundings.resident_bytes - step.surroundings.correction_bytes
+    try:
+        for number in range(_MOST_ROUNDS):
+            found = planned(budget)
+            excess = found.predicted_peak_bytes - found.budget_bytes
+            if excess <= 0 or budget <= 0:
+                return found
+            # A little less may lead to a schedule that exceeds by as much elsewhere: each round takes off twice that.
+            budget = max(0, budget - 2**number * excess)
+        return planned(0)
+    except InfeasibleBudgetError as error:
+        return planned(error.sufficient_bytes)
 
 
 def _infeasible(step: StepPlan) -> InfeasibleBudgetError:

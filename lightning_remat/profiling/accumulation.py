@@ -24,8 +24,7 @@ def copied_as_accumulated(leaves: Iterable[Tensor]) -> Generator[None]:
     """
     with ExitStack() as handles:
         for leaf in leaves:
-            handle: Any = cast(Any, leaf).register_hook(partial(_taken, leaf.detach()))
-            handles.callback(handle.remove)
+            handles.enter_context(cast(Any, leaf).register_hook(partial(_taken, leaf.detach())))
         yield
 
 

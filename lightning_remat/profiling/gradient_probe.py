@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -133,13 +134,11 @@ class GradientProbe:
 
     def run(self) -> None:
         """Runs the backward, once."""
-        handles: list[Any] = [cast(Any, t).register_hook(partial(_exchange, nothing)) for t, nothing in self._adding]
-        try:
-            with copied_as_accumulated(self._leaves):
-                found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as handles:
+            for t, nothing in self._adding:
+                handles.enter_context(cast(Any, t).register_hook(partial(_exchange, nothing)))
+            handles.enter_context(copied_as_accumulated(self._leaves))
+            found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
         self._roots.clear()
         self.gradients = list(found)
 

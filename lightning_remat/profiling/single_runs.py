@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..measure.stopwatch import Stopwatch
 from ..module_state.own_draws import OwnDraws
@@ -14,7 +14,6 @@ from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, storage_key, tensors_of
-from .apart import apart
 from .gradient_probe import SavedStore
 
 
@@ -37,7 +36,7 @@ class SingleRuns:
         self._runs = [compile_operation(o, self._slot_of, is_first=True) for o in self.operations]
         self._constants = [(c, compile_constant(c, self._slot_of)) for c in traced.constants]
         self.given: dict[fx.Node, Any] = {
-            n: apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
+            n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
         self._draws = OwnDraws()
         # Elsewhere the mode would only cost the time that is measured.
@@ -112,17 +111,14 @@ class SingleRuns:
             return self._values[node]
         value = detached(self._values[node])
         index = 0
-        for k, part in enumerate(self.operations[producer].outputs):
+        for part in self.operations[producer].outputs:
             if part is node:
                 break
-            index += len(tensors_of([self._value_shape(producer, k)]))
+            index += len(tensors_of([self._values.get(part)]))
         for k, t in enumerate(tensors_of([value])):
             if self.leaves[producer][index + k].requires_grad:
                 t.requires_grad_()
         return value
-
-    def _value_shape(self, producer: int, k: int) -> Any:
-        return self._values.get(self.operations[producer].outputs[k])
 
     def _note_constants(self) -> None:
         """Evaluates the shapes that have become known."""
@@ -133,3 +129,19 @@ class SingleRuns:
             else:
                 waiting.append((constant, run))
         self._pending = waiting
+
+
+def _apart(value: Any, *, is_written: bool) -> Any:
+    """A value of the call, on which a run is unknown to the module and its hooks.
+
+    What is written is a copy, what has hooks or a history a twin in its memory.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    has_hooks = getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None)
+    if not is_written and not has_hooks and value.is_leaf:
+        return value
+    twin = value.detach().clone() if is_written else value.detach()
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(twin, value.requires_grad)
+    return twin.requires_grad_(value.requires_grad)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,7 @@ from ..module_state.agreement import together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import flatten, tensors_in
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
-from .calls import Call, Moment, Part, View, detached
+from .calls import Call, Moment, Part, View
 from .saved_between import SavedBetween
 
 
@@ -127,32 +127,23 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
 
     def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
-            between.note(tensor, _outputs_of(top.children))
+            between.note(tensor, [storage for frame in top.children for storage in frame.outputs])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
 
-    handles: list[Any] = []
-    try:
+    with ExitStack() as undo:
         for module in in_parts:
             vars(module)["forward"] = partial(_run_in_parts, module, partial(run_part, module))
+            undo.callback(vars(module).pop, "forward")
         for module in gathering_units(root):
-            handles.append(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
-            handles.append(module.register_forward_hook(end_unit))
+            undo.enter_context(module.register_forward_pre_hook(begin_unit, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(end_unit))
         for module in watched:
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
-        with (
-            settled(root),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
-        ):
+            undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(leave))
+        with settled(root), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             step()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in in_parts:
-            del vars(module)["forward"]
     chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]
@@ -202,14 +193,11 @@ def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator
 
 
 def _as_call(frame: _Frame, name: str) -> Call:
-    if frame.part is None:
-        args, kwargs = detached((frame.args, frame.kwargs))
-        return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, tick=frame.tick)
+    """The call with what comes into it cut from its history, in its part too."""
     leaves, structure = flatten((frame.args, frame.kwargs))
-    tensors = {id(t): t for t in leaves if isinstance(t, Tensor)}
-    apart = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
-    args, kwargs = structure.build(apart.get(id(leaf), leaf) for leaf in leaves)
-    part = replace(frame.part, values=[apart.get(id(v), v) for v in frame.part.values])
+    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
+    args, kwargs = structure.build(cut.get(id(leaf), leaf) for leaf in leaves)
+    part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
     return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
 
 
@@ -238,7 +226,7 @@ class _Frame:
         self.is_handed_on = False  # gets just what its caller got
         self.is_trainable = self.is_differentiable = False
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
-        self._output: Callable[[], Any] = _nothing
+        self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
@@ -263,14 +251,6 @@ class _Frame:
             self._output = weakref.ref(output)
 
     is_mere_caller = False
-
-
-def _nothing() -> None:
-    return None
-
-
-def _outputs_of(frames: Iterable[_Frame]) -> list[weakref.ref[torch.UntypedStorage]]:
-    return [r for frame in frames for r in frame.outputs]
 
 
 def _through(frame: _Frame) -> _Frame:

@@ -16,7 +16,7 @@ from ..capture.tracer import trace
 from ..devices import device_of
 from ..errors import TraceError
 from ..execution.rewriter import Rewriting, restore
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
@@ -145,7 +145,7 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
         plan,
         planner="keep_all",
         budget_bytes=max(plan.budget_bytes, plan.plain.peak_bytes),
-        schedule=lower_kept(plan.graph, range(len(plan.graph.nodes))),
+        schedule=keep_everything(plan.graph),
         simulation=plan.plain,
         reasons=(*plan.reasons, message),
         step=None,
@@ -168,7 +168,6 @@ def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:
     """What is in force from now on, in one line, and a line for each part that is treated otherwise."""
     ways = {
         "traced": "captured as a whole",
-        "leaves": "captured as a whole, some of its parts as single operations",
         "regions": "its own forward cannot be captured, so its parts are rematerialized one by one under one budget: "
         + ", ".join(plan.step.plans if plan.step is not None else ()),
     }

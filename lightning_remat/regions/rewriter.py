@@ -178,15 +178,9 @@ class _Parts:
         step = plan_step(self.keys, self.graphs, budget_bytes, planner, around, apart=apart)
         return replace(step, plain_correction_bytes=self.plain_correction_bytes)
 
-    def measured_peak(self) -> int:
-        """The peak of a step as the module is rewritten."""
-        return step_peak(self.module, self.args, self.kwargs)
-
-    def _ways(self, name: str) -> list[TracedModule]:
-        return [self.traced[name], *(self.apart[name][:1] if name in self.apart else ())]
-
     def install(self, step: StepPlan, plan: Plan, planner: str | Callable[..., Schedule]) -> None:
-        programs = {name: checked_program(self._ways(name), part) for name, part in step.plans.items()}
+        ways = {name: [traced, *self.apart.get(name, ())[:1]] for name, traced in self.traced.items()}
+        programs = {name: checked_program(ways[name], part) for name, part in step.plans.items()}
         install_regions(self.module, programs, plan, planner, self.left)
         reshard_as_planned(self.units, step.surroundings.gathering)
 
@@ -201,7 +195,14 @@ def _fitted(
     """
     start = time.perf_counter()
     name, _ = planner_of(planner)
-    least = partial(_least_budget, parts.module, budget_of)
+
+    def least(plain_peak_bytes: int) -> int:
+        """The budget of the rank that has the least, of a module that lies on several."""
+        return min(all_ranks(parts.module, budget_of(plain_peak_bytes)))
+
+    def run() -> int:
+        return retried(lambda: step_peak(parts.module, parts.args, parts.kwargs))
+
     good: Plan | None = None
     for number in range(_MOST_STEPS):
         budget = least(parts.plain_peak(around))
@@ -214,9 +215,9 @@ def _fitted(
                 break
             # What the lowest peak is, a measured step has yet to tell.
             infeasible = error
-            step = first_rank(parts.module, partial(parts.plan, int(error.minimum_bytes), planner, around))
+            step = first_rank(parts.module, partial(parts.plan, error.sufficient_bytes, planner, around))
         parts.install(step, step.as_plan(name), planner)
-        measured = max(all_ranks(parts.module, together(parts.module, lambda: retried(parts.measured_peak))))
+        measured = max(all_ranks(parts.module, together(parts.module, run)))
         excess = measured - step.predicted_peak_bytes
         around = around.corrected(excess)
         step = step.corrected(excess)
@@ -237,8 +238,3 @@ def _fitted(
     assert good.step is not None
     parts.install(good.step, good, planner)
     return good
-
-
-def _least_budget(module: nn.Module, budget_of: Callable[[int], int], plain_peak_bytes: int) -> int:
-    """The budget of the rank that has the least, of a module that lies on several."""
-    return min(all_ranks(module, budget_of(plain_peak_bytes)))

@@ -16,6 +16,7 @@ from ..errors import TraceError
 from ..execution.program import Program, checked_program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
+from ..module_state.sharding import is_layer
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
@@ -155,8 +156,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     A layer of PyTorch's without submodules is left out: it is one operation, whose input the code around it holds.
     """
     for name, child in module.named_children():
-        is_layer = type(child).__module__.startswith("torch.nn.") and not any(child.children())
-        if name == "parametrizations" or is_layer:
+        if name == "parametrizations" or is_layer(child):
             continue
         if type(child).forward is nn.Module.forward:
             yield from parts_of(child)
@@ -191,18 +191,17 @@ def _note(
         reasons[name] = f"{name}: {error}" if name else str(error)
 
 
-def _holds_bounded_deque(module: nn.Module) -> bool:
-    """Whether TorchDynamo would lose track of what the module holds: a full deque keeps its oldest items there."""
-    return any(isinstance(v, deque) and v.maxlen is not None for v in vars(module).values())  # pyright: ignore
-
-
 def is_exchanged(module: nn.Module) -> bool:
-    """Whether the module does something else than its class says, or is compiled in part: that stays as it is."""
-    compiled = (m for m in module.modules() if m._compiled_call_impl is not None)  # pyright: ignore
-    optimized = (m for m in module.modules() if isinstance(m, OptimizedModule))
-    if any(_holds_bounded_deque(m) for m in module.modules()):
-        return True
-    return "forward" in vars(module) or any(True for _ in compiled) or any(True for _ in optimized)
+    """Whether the module does something else than its class says, or is compiled in part: that stays as it is.
+
+    So does what holds a bounded deque, of which TorchDynamo would lose track: a full one keeps its oldest items there.
+    """
+
+    def is_special(m: Any) -> bool:
+        holds_deque = any(isinstance(v, deque) and v.maxlen is not None for v in vars(m).values())  # pyright: ignore
+        return holds_deque or isinstance(m, OptimizedModule) or m._compiled_call_impl is not None
+
+    return "forward" in vars(module) or any(map(is_special, module.modules()))
 
 
 def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:

@@ -31,11 +31,6 @@ Agree = Callable[[int], int]
 """The least of all processes' numbers."""
 
 
-def alone(value: int) -> int:
-    """`Agree` of a process that is alone."""
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What a planned step does otherwise than the plain one.
@@ -73,15 +68,14 @@ class Compared:
     differs: bool = False
 
 
-def find_difference(module: nn.Module, run: Run, *, num_steps: int = 3) -> Difference | None:
+def find_difference(module: nn.Module, run: Run) -> Difference | None:
     """What steps by the module's plan do otherwise than plain steps; None if nothing. The plan stays installed.
 
     Args:
         module: Rewritten, as a whole or in parts.
         run: Runs one step and undoes it.
-        num_steps: How many steps are compared, each with random numbers of its own.
     """
-    for seed in range(num_steps):
+    for seed in range(3):  # steps, each with random numbers of its own
         with preserved_random():
             if seed:
                 torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
@@ -91,7 +85,7 @@ def find_difference(module: nn.Module, run: Run, *, num_steps: int = 3) -> Diffe
     return None
 
 
-def compared(module: nn.Module, run: Run, *, when: str = "", agree: Agree = alone, may_vary: bool = True) -> Compared:
+def compared(module: nn.Module, run: Run, *, agree: Agree, when: str = "", may_vary: bool = True) -> Compared:
     """One step by the module's plan beside the plain one; the plan stays installed.
 
     A step that does not fit, that raises without a plan, too, or in which nothing runs by a plan is not compared.
@@ -99,8 +93,8 @@ def compared(module: nn.Module, run: Run, *, when: str = "", agree: Agree = alon
     Args:
         module: Rewritten, as a whole or in parts.
         run: Runs the step and undoes it.
-        when: Which step it is, for the message.
         agree: Lets all processes that run the step do the same.
+        when: Which step it is, for the message.
         may_vary: Whether nothing is said of a step whose plain runs differ from each other.
     """
     programs = programs_in(module)

@@ -139,7 +139,7 @@ class _Whole:
                 if not self.can_run:
                     raise
                 infeasible = error  # of a prediction: what the lowest peak is, a step has yet to tell
-                made = fastest_plan(self.graphs, int(error.minimum_bytes), self.planner)
+                made = fastest_plan(self.graphs, error.sufficient_bytes, self.planner)
             predicted = made.peak_bytes
             made = self._run(replace(made, budget_bytes=budget_bytes), plain)
             if made.peak_bytes <= budget_bytes or not self.can_run:

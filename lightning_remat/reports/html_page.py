@@ -65,7 +65,7 @@ def headline(result: Result) -> str:
 def page_data(result: Result, run: Mapping[str, float | None]) -> dict[str, Any]:
     """All that the page draws."""
     step = result.step
-    planned = view_step(step)
+    planned, plain = view_step(step), plain_step(step)
     shares = block_shares(planned.plan)
     return {
         "batchSize": result.batch_size,
@@ -79,16 +79,11 @@ def page_data(result: Result, run: Mapping[str, float | None]) -> dict[str, Any]
         "choice": result.choice,
         "reasons": [reason for made in step.plans.values() for reason in made.reasons],
         "run": dict(run),
-        "views": {"planned": _view(step, planned), "plain": _plain_view(step)},
+        "views": {"planned": _view(step, planned), "plain": _view(plain, view_step(plain))},
         "shares": [asdict(share) for share in shares],
         "prices": prices(shares),
         "candidates": [asdict(c) for c in sorted(result.trials, key=lambda c: c.batch_size)],
     }
-
-
-def _plain_view(step: StepPlan) -> dict[str, Any]:
-    plain = plain_step(step)
-    return _view(plain, view_step(plain))
 
 
 def _view(step: StepPlan, view: StepView) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from .result import Candidate, Result
+from .result import Result
 
 _GIB = 2**30
 _MIB = 2**20
@@ -55,28 +54,18 @@ def plot_timeline(result: Result, path: Path) -> None:
 def plot_candidates(result: Result, path: Path) -> None:
     """Throughput and peak over the batch size, plain and planned."""
     figure, (rate, peak) = _figure(columns=2)
-    trials: Sequence[Candidate] = sorted(result.trials, key=lambda c: c.batch_size)
-    fitting = [c for c in trials if c.fits and c.samples_per_second is not None]
-    plain = [c for c in trials if c.plain_peak_bytes <= result.budget_bytes]
-    rate.plot(
-        [c.batch_size for c in plain],
-        [c.plain_samples_per_second for c in plain],
-        "o-",
-        color="tab:gray",
-        label="plain",
-    )
-    rate.plot(
-        [c.batch_size for c in fitting],
-        [c.samples_per_second for c in fitting],
-        "o-",
-        color="tab:blue",
-        label="planned",
-    )
-    rate.set_ylabel("samples per second")
+    trials = sorted(result.trials, key=lambda c: c.batch_size)
     unit, name = _unit(max(c.plain_peak_bytes for c in trials))
-    sizes = [c.batch_size for c in trials]
-    peak.plot(sizes, [c.plain_peak_bytes / unit for c in trials], "o-", color="tab:gray", label="plain")
-    peak.plot(sizes, [c.predicted_peak_bytes / unit for c in trials], "o-", color="tab:blue", label="planned")
+    lines = [
+        (rate, "plain", {c: c.plain_samples_per_second for c in trials if c.plain_peak_bytes <= result.budget_bytes}),
+        (rate, "planned", {c: c.samples_per_second for c in trials if c.fits and c.samples_per_second is not None}),
+        (peak, "plain", {c: c.plain_peak_bytes / unit for c in trials}),
+        (peak, "planned", {c: c.predicted_peak_bytes / unit for c in trials}),
+    ]
+    for axes, label, heights in lines:
+        color = "tab:gray" if label == "plain" else "tab:blue"
+        axes.plot([c.batch_size for c in heights], list(heights.values()), "o-", color=color, label=label)
+    rate.set_ylabel("samples per second")
     peak.axhline(result.budget_bytes / unit, color="tab:red", linestyle="--", label="budget")
     peak.set_ylabel(f"peak [{name}]")
     for axes in (rate, peak):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..plans.plan import Plan, StepPlan
 from ..plans.step_memory import Timeline, gradient_bytes
 from ..schedules.graph import Graph
@@ -100,9 +100,9 @@ class StepView:
         return self.timeline.memory_bytes.index(max(self.timeline.memory_bytes))
 
 
-def view_step(step: StepPlan, planner: str = "") -> StepView:
+def view_step(step: StepPlan) -> StepView:
     """The step as it was planned."""
-    made, timeline = step.as_plan(planner or step.plans[step.keys[0]].planner), step.timeline
+    made, timeline = step.as_plan(step.plans[step.keys[0]].planner), step.timeline
     return StepView(made, timeline, tuple(accumulate(timeline.seconds)), tuple(stays(made.graph, made.schedule)))
 
 
@@ -110,7 +110,7 @@ def plain_step(step: StepPlan) -> StepPlan:
     """The same step without recomputation, and with units gathered as the user has set them."""
     plans: dict[str, Plan] = {}
     for key, graph in step.graphs.items():
-        schedule = lower_kept(graph, range(len(graph.nodes)))
+        schedule = keep_everything(graph)
         cost = simulate(graph, schedule)
         own = replace(step.plans[key], planner="keep_all", graph=graph, schedule=schedule, simulation=cost, plain=cost)
         plans[key] = own

@@ -26,17 +26,23 @@ def topological_order(count: int, edges: Iterable[tuple[int, int]]) -> list[int]
         raise ValueError(f"the edges make a cycle: {' → '.join(map(str, error.args[1]))}") from error
 
 
+def neighbours(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """For each node those at the other ends of its edges, directions ignored; edges to other nodes do not count."""
+    near: dict[int, list[int]] = {v: [] for v in nodes}
+    for a, b in edges:
+        if a in near and b in near:
+            near[a].append(b)
+            near[b].append(a)
+    return near
+
+
 def connected_parts(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[set[int]]:
     """The nodes in sets between which no edge lies, directions ignored; edges to other nodes do not count.
 
     >>> connected_parts([0, 1, 2, 4], [(0, 2), (2, 3), (3, 4)])
     [{0, 2}, {1}, {4}]
     """
-    near: dict[int, list[int]] = {v: [] for v in nodes}
-    for a, b in edges:
-        if a in near and b in near:
-            near[a].append(b)
-            near[b].append(a)
+    near = neighbours(nodes, edges)
     parts: list[set[int]] = []
     while near:
         v = next(iter(near))
@@ -56,10 +62,7 @@ def articulation_points(count: int, edges: Iterable[tuple[int, int]]) -> set[int
     >>> articulation_points(5, [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4)])
     {1}
     """
-    near: list[list[int]] = [[] for _ in range(count)]
-    for a, b in edges:
-        near[a].append(b)
-        near[b].append(a)
+    near = neighbours(range(count), edges)
     depth = [-1] * count
     low = [0] * count  # the least depth that the subtree of a node reaches around it
     found: set[int] = set()

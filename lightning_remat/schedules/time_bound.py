@@ -172,9 +172,8 @@ class _Rows:
 
 def _first_readers(graph: Graph) -> Ints:
     """For each root the lowest node whose backward reads its output, the last to do so; the count where none does."""
-    count = len(graph.nodes)
-    readers = [count] * count
-    for n in range(count):
-        for i in graph.nodes[n].saved:
+    readers: Ints = np.full(len(graph.nodes), len(graph.nodes), np.int64)
+    for n, node in enumerate(graph.nodes):
+        for i in node.saved:
             readers[graph.roots[i]] = min(readers[graph.roots[i]], n)
-    return np.array(readers, np.int64)
+    return readers

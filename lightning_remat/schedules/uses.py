@@ -11,20 +11,12 @@ from .graph import Graph
 
 def readers(graph: Graph) -> list[list[int]]:
     """For each node those whose run reads its output, ascending; a view of it is one of them."""
-    found: list[list[int]] = [[] for _ in graph.nodes]
-    for n, read in enumerate(graph.reads):
-        for i in dict.fromkeys(read):
-            found[i].append(n)
-    return found
+    return _inverted(graph.reads)
 
 
 def storage_readers(graph: Graph) -> list[list[int]]:
     """For each node that owns its storage those whose run reads its output or a view of it, ascending."""
-    found: list[list[int]] = [[] for _ in graph.nodes]
-    for n, read in enumerate(graph.reads):
-        for root in dict.fromkeys(graph.roots[i] for i in read):
-            found[root].append(n)
-    return found
+    return _inverted([graph.roots[i] for i in read] for read in graph.reads)
 
 
 def last_reads(graph: Graph) -> list[int]:
@@ -34,9 +26,16 @@ def last_reads(graph: Graph) -> list[int]:
 
 def members(graph: Graph) -> list[list[int]]:
     """For each root itself and the views of it."""
-    found: list[list[int]] = [[] for _ in graph.nodes]
-    for n, root in enumerate(graph.roots):
-        found[root].append(n)
+    return _inverted([root] for root in graph.roots)
+
+
+def _inverted(lists: Iterable[Iterable[int]]) -> list[list[int]]:
+    """For each of as many nodes as there are lists the numbers of those that name it, ascending."""
+    rows = [dict.fromkeys(row) for row in lists]
+    found: list[list[int]] = [[] for _ in rows]
+    for n, row in enumerate(rows):
+        for i in row:
+            found[i].append(n)
     return found
 
 

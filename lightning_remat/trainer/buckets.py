@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..budget import format_bytes
+from ..measure.tensor_bytes import logical_bytes
 
 
 class Buckets(NamedTuple):
@@ -37,7 +38,7 @@ def buckets_of(trainer: Trainer) -> Buckets:
     ddp: Any = cast(Any, model)
     parameters: list[tuple[str, nn.Parameter]] = list(ddp.module.named_parameters())
     reduced = [p for name, p in parameters if p.requires_grad and name not in ddp.parameters_to_ignore]
-    return Buckets(sum(p.numel() * p.element_size() for p in reduced), bool(ddp.gradient_as_bucket_view))
+    return Buckets(logical_bytes(reduced), bool(ddp.gradient_as_bucket_view))
 
 
 def tell_of_buckets(trainer: Trainer) -> None:

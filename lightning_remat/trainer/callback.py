@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,16 +13,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, uninstall
-from ..budget import Budget
 from ..devices import empty_cache
-from ..measure.bandwidth import Bandwidth
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
 from ..module_state.nesting import tensors_in
 from ..regions.footprint import optimizer_tensors
 from ..reports.report import draw_plots, out_of_memory_note, print_tables, write_report
 from ..reports.result import Result
-from ..schedules.schedule import Schedule
 from . import ranks
 from .buckets import tell_of_buckets
 from .lightning_step import LightningTrial, StepFailedError
@@ -35,7 +32,10 @@ from .private_api import before_first_step, logging_step, should_log, tap_loader
 from .rehearsal import rehearsed
 from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
 from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
+from .signature import taking
 from .step_check import passes_check
+
+_LOGGED = ("batch_size", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "recompute_overhead")
 
 
 class Rematerialization(Callback):
@@ -98,38 +98,12 @@ class Rematerialization(Callback):
         ValueError: An argument is wrong.
     """
 
-    def __init__(
-        self,
-        planner: str | Callable[..., Schedule] = "auto",
-        *,
-        memory_budget: Budget | None = None,
-        batch_size: int | Literal["auto", "keep"] = "auto",
-        margin: float = 0.05,
-        objective: Literal["batch_size", "throughput"] = "batch_size",
-        max_overhead: float | None = None,
-        min_batch_size: int = 1,
-        max_batch_size: int | None = None,
-        multiple_of: int = 1,
-        effective_batch_size: int | None = None,
-        batch_arg_name: str = "batch_size",
-        rebatch_fn: Callable[[Any, int], Any] | None = None,
-        include_validation: bool = False,
-        resume: bool = True,
-        plan_path: str | Path | None = None,
-        on_infeasible: Literal["raise", "minimum", "plain"] = "raise",
-        on_oom: Literal["raise", "replan"] = "raise",
-        modules: Sequence[Any] | None = None,
-        self_check: bool = True,
-        report_dir: str | Path | None = None,
-        gather_bandwidth: Bandwidth | None = None,
-    ) -> None:
-        arguments = dict(locals())
-        arguments = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
-        self.settings = Settings(**arguments)
+    @taking(Settings)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.settings = Settings(*args, **kwargs)
         self.result: Result | None = None
         self._state: dict[str, Any] | None = None  # of the checkpoint that is resumed, or to be stored
-        self._undo: list[Callable[[], None]] = []
-        self._undo_size: Callable[[], None] = _nothing  # on an error before anything was trained
+        self._undo, self._undo_size = ExitStack(), ExitStack()  # the latter on an error before anything was trained
         self._tap: LoaderTap | None = None
         self._left_alone_because: str | None = None  # told once the first step has been trained
         self._clock: StepClock | None = None
@@ -150,19 +124,14 @@ class Rematerialization(Callback):
         move_before_tuners(trainer, self)
         self.result, self._clock, self._readings, self._left_alone_because = None, None, [], None
         self._tap = LoaderTap(trainer, self.settings)
-        self._undo.append(tap_loaders(trainer.strategy, self._tap))
+        self._undo.callback(tap_loaders(trainer.strategy, self._tap))
         if isinstance(self.settings.batch_size, int):  # before optimizers are configured, who may count the batches
             self._set_batch_size(trainer, self.settings.batch_size)
 
     def _set_batch_size(self, trainer: Trainer, batch_size: int) -> None:
         assert self._tap is not None, "no setup"
-        undo, earlier = set_batch_size(trainer, batch_size, self.settings), self._undo_size
-
-        def put_back() -> None:
-            undo()
-            earlier()
-
-        self._undo_size, self._tap.batch_size = put_back, batch_size
+        self._undo_size.callback(set_batch_size(trainer, batch_size, self.settings))
+        self._tap.batch_size = batch_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Settles the batch size; the step is planned when it is about to be run for the first time."""
@@ -183,7 +152,7 @@ class Rematerialization(Callback):
         elif settings.batch_size != "keep":
             self._set_batch_size(trainer, settings.batch_size)  # of what was made since `setup`, too
             log_batch_size(trainer, settings.batch_size, settings)
-        self._undo.append(before_first_step(trainer, partial(self._prepare, trainer, mark, known)))
+        self._undo.callback(before_first_step(trainer, partial(self._prepare, trainer, mark, known)))
 
     def _search(self, trainer: Trainer, tap: LoaderTap) -> Result | None:
         """What was found before training begins; None where the plain model is trained."""
@@ -229,9 +198,9 @@ class Rematerialization(Callback):
             self._leave_alone(f"the training step cannot be tried: {error.__cause__!r}")
             return
         empty_cache(trial.device)  # the step begins where its trial began, not between the pieces that planning left
-        self._undo.append(lambda: uninstall(modules))
+        self._undo.callback(lambda: uninstall(modules))
         self.result, self._state = result, to_state(result, mark)
-        self._undo_size = _nothing
+        self._undo_size.pop_all()
         if trainer.is_global_zero:
             print_tables(result)
             if settings.plan_path is not None:
@@ -246,7 +215,8 @@ class Rematerialization(Callback):
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
             else:
                 retry = StepRetry(trainer, settings, result, modules)
-                self._undo += [wrap_steps(trainer, retry), wrap_validation(trainer, retry.validated)]
+                self._undo.callback(wrap_steps(trainer, retry))
+                self._undo.callback(wrap_validation(trainer, retry.validated))
 
     def _leave_alone(self, why: str) -> None:
         self._left_alone_because = why
@@ -326,15 +296,9 @@ class Rematerialization(Callback):
         if reading is None or result is None:
             return
         self._readings.append(reading)
-        metrics: dict[str, float] = {
-            "remat/batch_size": result.batch_size,
-            "remat/budget_bytes": result.budget_bytes,
-            "remat/plain_peak_bytes": result.plain_peak_bytes,
-            "remat/predicted_peak_bytes": result.predicted_peak_bytes,
-            "remat/recompute_overhead": result.recompute_overhead,
-            "remat/step_seconds": reading.step_seconds,
-            "remat/samples_per_second": reading.samples_per_second * trainer.world_size,
-        }
+        metrics: dict[str, float] = {f"remat/{name}": getattr(result, name) for name in _LOGGED}
+        metrics["remat/step_seconds"] = reading.step_seconds
+        metrics["remat/samples_per_second"] = reading.samples_per_second * trainer.world_size
         if reading.peak_bytes is not None:
             metrics["remat/peak_bytes"] = reading.peak_bytes
         for logger in trainer.loggers:
@@ -358,7 +322,7 @@ class Rematerialization(Callback):
         """Undoes the patches; an out-of-memory error gets the measured table and the remedies."""
         if self.result is not None and is_out_of_memory(exception):
             exception.add_note(out_of_memory_note(self.result))
-        self._undo_size()
+        self._undo_size.close()
         self._undo_patches()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -370,9 +334,9 @@ class Rematerialization(Callback):
         if self._clock is not None:
             self._clock.close()
             self._clock = None
-        self._undo_size, self._tap = _nothing, None
-        while self._undo:
-            self._undo.pop()()
+        self._undo_size.pop_all()
+        self._tap = None
+        self._undo.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan and batch size as plain values, for the checkpoint."""
@@ -381,7 +345,3 @@ class Rematerialization(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What a resumed run starts from."""
         self._state = state_dict or None
-
-
-def _nothing() -> None:
-    return None

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from ..batch_search.settings import Settings
 from ..module_state.random_state import RandomState, preserved_random
 from .loaders import begin_again, loader_batch_size, readable, rebatched
-from .private_api import build_loaders, built_loaders, configure_optimizers, forget_loaders, next_batch, offer_loaders
+from .private_api import build_loaders, built_loaders, forget_loaders, next_batch, offer_loaders
 from .setup import accumulate, holders_of
 
 
@@ -36,7 +36,7 @@ class LoaderTap:
         self._is_open = settings.batch_size == "auto"  # the batch size, so that loaders may have to begin again
         self._is_reading = False
         self._undo_reading: list[Callable[[], None]] = []
-        self._when_built: Callable[[], None] = _nothing  # puts back the random states before anything was read
+        self._when_built: Callable[[], None] = lambda: None  # puts back the random states before anything was read
         self._built: CombinedLoader | None = None
         self._was_early = False  # built while optimizers were configured, which asked for the number of steps
         self._random_before: RandomState | None = None
@@ -70,7 +70,7 @@ class LoaderTap:
         if early is not None:
             self._was_early = True
             self._put_back()
-            offer_loaders(trainer, early, _nothing)
+            offer_loaders(trainer, early, lambda: None)
         when_built = self._when_built
         self.loaders, self._undo_reading, self._is_reading = [], [], True
         try:
@@ -110,7 +110,7 @@ class LoaderTap:
             if self._was_early:
                 self._when_built()
             if with_optimizers:
-                configure_optimizers(trainer)
+                trainer.strategy.setup_optimizers(trainer)
             if self._was_early and built_loaders(trainer) is None:
                 build_loaders(trainer)
 
@@ -132,7 +132,3 @@ class LoaderTap:
             )
         assert self.batch_size is not None, "rebatched without a size"
         return rebatched(loader, self.batch_size, self.settings.rebatch_fn)
-
-
-def _nothing() -> None:
-    return None

@@ -18,13 +18,9 @@ def show_in_loggers(loggers: Iterable[Logger], folder: Path) -> None:
         for logger in loggers:
             if isinstance(logger, TensorBoardLogger):
                 if can_plot():
-                    writer = cast(Any, logger).experiment
-                    writer.add_image(name, _pixels(path), dataformats="HWC")
+                    from matplotlib import image  # imported here: the package works without it
+
+                    pixels = cast(Any, image).imread(path)
+                    cast(Any, logger).experiment.add_image(name, pixels, dataformats="HWC")
             elif (log_image := getattr(logger, "log_image", None)) is not None:  # Weights & Biases, and its like
                 log_image(name, [str(path)])
-
-
-def _pixels(path: Path) -> Any:
-    from matplotlib import image  # imported here: the package works without it
-
-    return cast(Any, image).imread(path)

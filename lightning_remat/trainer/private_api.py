@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,6 +27,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+
+Undo = Callable[[], object]
 
 
 def build_loaders(trainer: Trainer) -> CombinedLoader | None:
@@ -111,11 +113,6 @@ def offer_loaders(trainer: Trainer, loaders: CombinedLoader, before_use: Callabl
             return loaders
 
     loop._data_source = Built(source.instance, source.name)
-
-
-def configure_optimizers(trainer: Trainer) -> None:
-    """Optimizers and schedulers are configured again."""
-    trainer.strategy.setup_optimizers(trainer)
 
 
 def on_device(trainer: Trainer, batch: Any) -> Any:
@@ -218,11 +215,6 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return cast(Any, trainer).callbacks
 
 
-def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Gives the trainer another list of callbacks."""
-    cast(Any, trainer).callbacks = callbacks
-
-
 @contextmanager
 def silent(trainer: Trainer) -> Generator[None]:
     """No logger, no callback and no `self.log` hears of what happens in the block; no rank waits for another.
@@ -263,70 +255,60 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
 
 
-def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Callable[[], None]:
+def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Undo:
     """Calls `prepare(batch, batch_idx)` once: right before the first training step, after all hooks that precede it.
 
     Returns:
         What undoes it.
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    loops: list[Any] = [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
-
-    def undo() -> None:
-        for loop in loops:
-            vars(loop).pop("run", None)
+    epoch_loop, undo = trainer.fit_loop.epoch_loop, ExitStack()
 
     def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            undo()
+            undo.close()
             prepare(next(iter(args[-1].values())), epoch_loop.batch_idx)
             return original(*args)
 
         return run
 
-    for loop in loops:
-        vars(loop)["run"] = prepared(loop.run)
-    return undo
+    for loop in (epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+        undo.callback(_overridden(loop, "run", prepared))
+    return undo.close
 
 
-def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], Any]) -> Callable[[], None]:
+def _overridden(holder: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Gives an object a method of its own, made of that which it has; returns what takes it away."""
+    vars(holder)[name] = make(getattr(holder, name))
+    return partial(vars(holder).pop, name, None)
+
+
+def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], Any]) -> Undo:
     """Runs every forward-and-backward of automatic optimization as `wrap(step, batch, is_accumulating)`.
 
     Returns:
         What undoes it.
     """
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    original = loop._make_closure
 
-    def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
-        closure: Any = original(kwargs, optimizer, batch_idx)
-        step = closure.closure
-        is_accumulating = batch_idx % trainer.accumulate_grad_batches != 0
-        closure.closure = lambda: wrap(step, next(iter(kwargs.values())), is_accumulating)
-        return closure
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+            closure: Any = original(kwargs, optimizer, batch_idx)
+            step = closure.closure
+            is_accumulating = batch_idx % trainer.accumulate_grad_batches != 0
+            closure.closure = lambda: wrap(step, next(iter(kwargs.values())), is_accumulating)
+            return closure
 
-    vars(loop)["_make_closure"] = make_closure
+        return make_closure
 
-    def undo() -> None:
-        vars(loop).pop("_make_closure", None)
-
-    return undo
+    return _overridden(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", wrapped)
 
 
-def wrap_validation(trainer: Trainer, wrap: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+def wrap_validation(trainer: Trainer, wrap: Callable[[Callable[[], Any]], Any]) -> Undo:
     """Runs every validation step as `wrap(step)`; returns what undoes it."""
-    strategy = trainer.strategy
-    original = strategy.validation_step
-
-    def validation_step(*args: Any, **kwargs: Any) -> Any:
-        return wrap(partial(original, *args, **kwargs))
-
-    vars(strategy)["validation_step"] = validation_step
-
-    def undo() -> None:
-        vars(strategy).pop("validation_step", None)
-
-    return undo
+    return _overridden(
+        trainer.strategy,
+        "validation_step",
+        lambda original: lambda *args, **kwargs: wrap(partial(original, *args, **kwargs)),
+    )
 
 
 def logged_results(trainer: Trainer) -> list[nn.Module]:
@@ -354,13 +336,9 @@ def state_holders(trainer: Trainer) -> list[Any]:
         holders.append(count := counts.pop())
         counts += [v for v in vars(count).values() if is_dataclass(v)]
     holders += [config.scheduler for config in trainer.lr_scheduler_configs]
-    holders += [one for one in (gradient_scaler(trainer), getattr(trainer, "datamodule", None)) if one is not None]
+    scaler = getattr(trainer.precision_plugin, "scaler", None)  # of 16-bit precision
+    holders += [one for one in (scaler, getattr(trainer, "datamodule", None)) if one is not None]
     return holders
-
-
-def gradient_scaler(trainer: Trainer) -> Any:
-    """The gradient scaler of 16-bit precision, or None."""
-    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def should_log(trainer: Trainer) -> bool:
@@ -384,16 +362,6 @@ def set_initial_hparams(holder: Any, name: str, value: Any) -> None:
         holder._hparams_initial[name] = value
 
 
-def tap_loaders(strategy: Strategy, tap: Callable[[object], object]) -> Callable[[], None]:
+def tap_loaders(strategy: Strategy, tap: Callable[[object], object]) -> Undo:
     """Passes every loader that the trainer prepares through `tap`; returns what undoes it."""
-    original = strategy.process_dataloader
-
-    def process_dataloader(dataloader: object) -> object:
-        return tap(original(dataloader))
-
-    strategy.process_dataloader = process_dataloader
-
-    def undo() -> None:
-        vars(strategy).pop("process_dataloader", None)
-
-    return undo
+    return _overridden(strategy, "process_dataloader", lambda original: lambda *loader: tap(original(*loader)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+
+from ..module_state.agreement import told_by_first
 
 T = TypeVar("T")
 
@@ -15,16 +17,7 @@ def share(trainer: Trainer, compute: Callable[[], T]) -> T:
     """What `compute` returns on rank 0, on every rank; its error likewise."""
     if trainer.world_size == 1:
         return compute()
-    outcome: tuple[T | None, Exception | None] = (None, None)
-    if trainer.is_global_zero:
-        try:
-            outcome = compute(), None
-        except Exception as error:  # raised below, on every rank
-            outcome = None, error
-    value, error = trainer.strategy.broadcast(outcome, src=0)
-    if error is not None:
-        raise error
-    return cast(T, value)
+    return told_by_first(compute, trainer.strategy.broadcast, is_first=trainer.is_global_zero)
 
 
 def least(trainer: Trainer, value: int) -> int:

@@ -19,7 +19,18 @@ from ..regions.look_through import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
 
-_VERSION = 3
+_VERSION = 4
+
+_PLAIN = (
+    "batch_size",
+    "budget_bytes",
+    "plain_peak_bytes",
+    "measured_peak_bytes",
+    "num_steps",
+    "choice",
+    "reserved_bytes",
+)
+"""Of a result, what is stored as it is."""
 
 
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
@@ -43,18 +54,9 @@ def fingerprint(trainer: Trainer, settings: Settings) -> str:
 
 def to_state(result: Result, mark: str) -> dict[str, Any]:
     """The result as plain values, which load with `weights_only=True`."""
-    return {
-        "fingerprint": mark,
-        "batch_size": result.batch_size,
-        "budget_bytes": result.budget_bytes,
-        "plain_peak_bytes": result.plain_peak_bytes,
-        "measured_peak_bytes": result.measured_peak_bytes,
-        "num_steps": result.num_steps,
-        "choice": result.choice,
-        "reserved_bytes": result.reserved_bytes,
-        "trials": json.dumps([asdict(t) for t in result.trials]),
-        "step": result.step.to_json(),
-    }
+    plain = {name: getattr(result, name) for name in _PLAIN}
+    trials = json.dumps([asdict(t) for t in result.trials])
+    return {"fingerprint": mark, **plain, "trials": trials, "step": result.step.to_json()}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -83,13 +85,7 @@ def resumed_result(state: dict[str, Any], mark: str) -> Result | None:
     if state.get("fingerprint") != mark:
         return None
     return Result(
-        batch_size=state["batch_size"],
-        budget_bytes=state["budget_bytes"],
+        **{name: state[name] for name in _PLAIN},
         step=StepPlan.from_json(state["step"]),
-        measured_peak_bytes=state["measured_peak_bytes"],
-        plain_peak_bytes=state["plain_peak_bytes"],
         trials=tuple(Candidate(**t) for t in json.loads(state["trials"])),
-        num_steps=state["num_steps"],
-        choice=state["choice"],
-        reserved_bytes=state.get("reserved_bytes"),  # what was stored by an earlier version tells none
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,7 +16,7 @@ from ..batch_search.settings import Settings
 from ..regions.look_through import submodules
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
-from .private_api import callbacks_of, is_initial_hparam, set_callbacks, set_initial_hparams, takes_loader_iterator
+from .private_api import callbacks_of, is_initial_hparam, set_initial_hparams, takes_loader_iterator
 
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "XLAFSDPStrategy", "XLAStrategy")
 
@@ -76,20 +77,22 @@ def move_before_tuners(trainer: Trainer, callback: Callback) -> None:
     if first is not None and callbacks.index(callback) > first:
         others = [c for c in callbacks if c is not callback]
         # A new list: the trainer is iterating over the old one.
-        set_callbacks(trainer, [*others[:first], callback, *others[first:]])
+        cast(Any, trainer).callbacks = [*others[:first], callback, *others[first:]]
 
 
 def holders_of(trainer: Trainer, name: str) -> list[Any]:
     """What holds the batch size by that name: module, datamodule, and the hyperparameters of either."""
     found: list[Any] = []
-    for holder in cast(list[Any], [trainer.lightning_module, getattr(trainer, "datamodule", None)]):
-        if holder is None:
-            continue
+    for holder in _owners(trainer):
         if hasattr(holder, name):
             found.append(holder)
         if name in getattr(holder, "hparams", {}):
             found.append(holder.hparams)
     return found
+
+
+def _owners(trainer: Trainer) -> list[Any]:
+    return [h for h in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if h is not None]
 
 
 def set_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> Callable[[], None]:
@@ -99,28 +102,19 @@ def set_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> Cal
         What undoes it.
     """
     name = settings.batch_arg_name
-    undo: list[Callable[[], None]] = []
-
-    def put_back() -> None:
-        while undo:
-            undo.pop()()
-
-    try:
-        undo.extend(_set(holder, name, batch_size) for holder in holders_of(trainer, name))
-        for holder in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
-            if holder is not None:
-                set_initial_hparams(holder, name, batch_size)
-        undo.append(accumulate(trainer, batch_size, settings))
-    except BaseException:
-        put_back()
-        raise
-    return put_back
+    with ExitStack() as undo:
+        for holder in holders_of(trainer, name):
+            undo.callback(_set(holder, name, batch_size))
+        for holder in _owners(trainer):
+            set_initial_hparams(holder, name, batch_size)
+        undo.callback(accumulate(trainer, batch_size, settings))
+        return undo.pop_all().close
 
 
 def log_batch_size(trainer: Trainer, batch_size: int, settings: Settings) -> None:
     """Tells the loggers, where no hyperparameter does."""
     name = settings.batch_arg_name
-    if not any(is_initial_hparam(h, name) for h in (trainer.lightning_module, getattr(trainer, "datamodule", None))):
+    if not any(is_initial_hparam(holder, name) for holder in _owners(trainer)):
         for logger in trainer.loggers:
             logger.log_hyperparams({name: batch_size})
 

@@ -147,7 +147,7 @@ def rematerialize_lowest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     try:
         return rematerialize(module, *args, memory_budget=1, planner=quick_auto, **kwargs)
     except InfeasibleBudgetError as error:
-        lowest = int(error.minimum_bytes)
+        lowest = error.sufficient_bytes
     return rematerialize(module, *args, memory_budget=lowest, planner=quick_auto, **kwargs)
 
 

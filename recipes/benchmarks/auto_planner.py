@@ -234,7 +234,7 @@ def floor_of(graph: Graph, planner: str) -> int:
     try:
         plan(graph, -1, planner, **OPTIONS.get(planner, {}))
     except InfeasibleBudgetError as error:
-        return int(error.minimum_bytes)
+        return error.sufficient_bytes
     raise AssertionError("a negative budget is not feasible")
 
 

@@ -109,7 +109,7 @@ def budgets_of(graph: Graph, fractions: list[float]) -> Iterator[tuple[str, int]
     try:
         plan(graph, 1)
     except InfeasibleBudgetError as error:
-        floor_bytes = int(error.minimum_bytes)
+        floor_bytes = error.sufficient_bytes
         yield from ((f"{f:.0%}", int(f * plain_bytes)) for f in fractions if f * plain_bytes >= floor_bytes)
         yield "lowest", floor_bytes
 

@@ -138,7 +138,7 @@ class Bench:
             try:
                 made = plan(self.graph, budget_bytes)
             except InfeasibleBudgetError as error:
-                floor_bytes = int(error.minimum_bytes)
+                floor_bytes = error.sufficient_bytes
                 made = plan(self.graph, floor_bytes)
             ours = self.runner(partial(_follow, made))
             excess_bytes = ours.peak_bytes() - peak_bytes

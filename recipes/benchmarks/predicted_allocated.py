@@ -58,7 +58,7 @@ def plans(graph: Graph, planner: str) -> Iterator[tuple[str, Plan]]:
     try:
         plan(graph, 1, planner)
     except InfeasibleBudgetError as error:
-        yield "lowest", plan(graph, int(error.minimum_bytes), planner)
+        yield "lowest", plan(graph, error.sufficient_bytes, planner)
 
 
 def rows(name: str, batch_size: int, image_size: int, planner: str) -> Iterator[tuple[str, ...]]:

@@ -106,7 +106,7 @@ def _planned(model: StepModel, arguments: argparse.Namespace, budget_bytes: int)
     try:
         return model.plan(arguments.batch_size, budget_bytes, arguments.planner)
     except InfeasibleBudgetError as error:
-        return model.plan(arguments.batch_size, int(error.minimum_bytes), arguments.planner)
+        return model.plan(arguments.batch_size, error.sufficient_bytes, arguments.planner)
 
 
 def gathered_again(step: StepPlan) -> int:

@@ -53,7 +53,7 @@ def attempt(graph: Graph, planner: str, budget_bytes: int | None) -> Attempt:
     try:
         found = plan(graph, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, planner)
     except InfeasibleBudgetError as error:
-        return Attempt(planner, budget_bytes, None, int(error.minimum_bytes), error.node, time.perf_counter() - start)
+        return Attempt(planner, budget_bytes, None, error.sufficient_bytes, error.node, time.perf_counter() - start)
     return Attempt(planner, budget_bytes, found, None, None, found.planning_seconds)
 
 

@@ -36,11 +36,25 @@ pytestmark = [
 ]
 
 
+class Pointwise(nn.Module):
+    """A convolution of single pixels, as a product of matrices.
+
+    A convolution's own kernel copies its operands, and that sets the lowest peak, whatever runs out of place.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.flatten(2)).unflatten(2, x.shape[2:])
+
+
 def small_vgg(channels: int = 3) -> nn.Sequential:
     """Pairs of a convolution and an in-place ReLU, most of them large."""
     layers: list[nn.Module] = []
     for inputs in (channels, 16, 16, 16):
-        layers += [nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
+        layers += [Pointwise(inputs, 16), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
 
 
@@ -225,7 +239,8 @@ def test_parts_of_a_module_run_out_of_place_and_their_plan_is_read_back() -> Non
     assert made.step is not None
     assert list(made.step.plans) == ["[0]", "[1]"]
     kinds = [node.kind for node in made.step.plans["[0]"].graph.nodes]
-    assert kinds == [*["conv2d", "relu"] * 4, "sum", "eq"]  # what is decided on belongs to the graph before
+    # What is decided on belongs to the graph before.
+    assert kinds == [*["flatten", "matmul", "unflatten", "relu"] * 4, "sum", "eq"]
     assert made.plain.peak_bytes == pytest.approx(step_peak(plain, x) - LOSS_BYTES, rel=0.02)
     assert step_peak(ours, x) - LOSS_BYTES <= error.value.minimum_bytes
     assert_equal_traces(traces(plain, [x] * 2), traces(ours, [x] * 2))

@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-from lightning_remat.capture.shared_setting import SharedSetting
+from lightning_remat.capture.shared_setting import Exchange, SharedSettings
 
 
 def test_the_first_to_end_does_not_take_it_from_the_other() -> None:
     holder = SimpleNamespace(is_on=False)
-    setting = SharedSetting(holder, "is_on", True)
+    setting = SharedSettings(Exchange(holder, "is_on", lambda _: True))
     first, second = setting.wanted(), setting.wanted()
     with first:
         second.__enter__()

@@ -49,14 +49,14 @@ def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
     last_output: dict[int, int] = {}  # node -> last position that uses the present residency of its output
     last_tape: dict[int, int] = {}
     discards: dict[int, list[Action]] = {}
-    # A second copy of a storage that a view or the caller may hold costs more than to keep the first.
+    # A second copy of a storage that a view or the caller may hold costs more than to keep the first, for who reads it.
     shared = {graph.roots[n] for n, node in enumerate(graph.nodes) if node.is_view or n in graph.outputs}
     for position, action in enumerate(schedule.actions):
         kind, n = action
         if kind == "F":
             for i in graph.reads[n]:
                 last_output[i] = position
-            if n in last_output and n not in shared:
+            if n in last_output and not (n in shared and _is_read_later(graph, schedule, position)):
                 # Brings back the tape only: what it makes again need not wait for it.
                 discards.setdefault(last_output[n], []).append(Action("D", n))
             last_output[n] = position
@@ -73,6 +73,17 @@ def apply_liveness(graph: Graph, schedule: Schedule) -> Schedule:
             ends = last_output if kind == "D" else last_tape
             discards.setdefault(ends.pop(n, position), []).append(action)
     return Schedule(tuple(_interleave(schedule.actions, discards)))
+
+
+def _is_read_later(graph: Graph, schedule: Schedule, position: int) -> bool:
+    """Whether the output of a run is read before it is discarded."""
+    n = schedule.actions[position].node
+    for kind, m in schedule.actions[position + 1 :]:
+        if (kind, m) == ("D", n):
+            return False
+        if n in (graph.reads[m] if kind == "F" else graph.nodes[m].saved if kind == "B" else ()):
+            return True
+    return False
 
 
 def _interleave(actions: Iterable[Action], discards: dict[int, list[Action]]) -> Iterable[Action]:

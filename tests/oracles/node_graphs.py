@@ -55,9 +55,12 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
             gradient_bytes=rng.choice([None, None, None, 0, rng.randrange(12)]),
             num_outputs=rng.choice([1, 1, 1, 2]),
             input_gradient_bytes=rng.choice([0, 0, rng.randrange(4)]),
-            backward_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            # No more than there is to let go of.
+            backward_release_bytes=min(rng.choice([0, 0, rng.randrange(3)]), node.output_bytes + node.tape_bytes),
             backward_shared_bytes=rng.choice([0, 0, rng.randrange(3)]),
-            backward_shared_release_bytes=rng.choice([0, 0, rng.randrange(3)]),
+            backward_shared_release_bytes=min(
+                rng.choice([0, 0, rng.randrange(3)]), node.output_bytes + node.tape_bytes
+            ),
         )
         for node in graph.nodes
     ]

@@ -1,4 +1,7 @@
+import itertools
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -6,8 +9,9 @@ from hypothesis import strategies as st
 from oracles.node_graphs import node_graphs, relu_chain
 from oracles.schedule_search import fastest, lowest_peak
 
-from lightning_remat import InfeasibleBudgetError, Schedule, simulate
+from lightning_remat import Graph, InfeasibleBudgetError, Schedule, simulate
 from lightning_remat.lowering import apply_liveness, lower_kept
+from lightning_remat.planners._checkmate import relaxation
 from lightning_remat.planners._checkmate.node_groups import coarsen, group_nodes
 from lightning_remat.planners._checkmate.residency import lower_residency
 from lightning_remat.planners.checkmate import plan_checkmate
@@ -73,9 +77,24 @@ def test_time_limit_returns_the_best_found_and_says_so(caplog):
     assert found.seconds <= simulate(graph, plan_checkmate(graph, 2500, time_limit=1e-9)).seconds
 
 
+def test_a_sweep_cut_short_is_not_remembered(monkeypatch, caplog):
+    """On a machine that is busy once, the same question has its full answer the next time."""
+    uneven = (replace(node, output_bytes=10 + 37 * n * n % 61) for n, node in enumerate(relu_chain(8).nodes))
+    graph = Graph(tuple(replace(node, forward_seconds=1 + 17 * n * n % 13) for n, node in enumerate(uneven)))
+    late = itertools.chain([0.0], itertools.repeat(61.0))
+    with monkeypatch.context() as busy:
+        busy.setattr(relaxation, "time", SimpleNamespace(monotonic=lambda: next(late)))
+        few = relaxation.sweep(graph, 60.0, None, progress=False)
+    assert "after 0 of 7 memory limits" in caplog.text
+    caplog.clear()
+    everything = relaxation.sweep(graph, 60.0, None, progress=False)
+    assert not caplog.text
+    assert everything[0].seconds < few[0].seconds
+
+
 def test_a_sweep_cut_short_says_so_every_time(caplog):
     graph = relu_chain(12, output_bytes=77)
-    for _ in range(2):  # the second answer is remembered
+    for _ in range(2):
         caplog.clear()
         schedule = plan_checkmate(graph, 10**6, time_limit=1e-9)
         assert simulate(graph, schedule).recompute_seconds == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from chain_examples import lower_sequence
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.block_graphs import block_graphs, persistent_sequences
@@ -13,7 +14,6 @@ from lightning_remat.chain import ChainSequence, replay
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners import rotor
-from lightning_remat.planners._chain.stage_lowering import lower_sequence
 from lightning_remat.planners._chain.stages import cut_stages, stage_figures, to_chain
 
 

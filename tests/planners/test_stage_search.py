@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from chain_examples import lower_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.block_graphs import block_graphs, persistent_sequences
@@ -13,7 +14,6 @@ from lightning_remat.chain import ChainSequence
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners._chain.search import SubFamily, makespans_by_memory, stage_problem
 from lightning_remat.planners._chain.solver import sequence_at
-from lightning_remat.planners._chain.stage_lowering import lower_sequence
 from lightning_remat.planners._chain.stages import cut_stages, stage_figures
 from lightning_remat.planners.griewank import plan_revolve
 from lightning_remat.planners.rotor import plan_rotor, plan_rotor_floating

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
-from lightning_remat import Graph, InfeasibleBudgetError, Node, simulate
+from lightning_remat import Graph, InfeasibleBudgetError, Node, Schedule, simulate
 from lightning_remat.batch_search.scaling import Line, ScalableGraph
 from lightning_remat.lowering import lower_kept
 from lightning_remat.plans.step_memory import RegionCost, Surroundings, step_timeline
@@ -37,6 +38,16 @@ def plain(key: str, graph: Graph) -> RegionCost:
 
 
 AROUND = Surroundings(resident_bytes=1000, optimizer_step_bytes=0)
+
+
+def knows_nothing(graph: Graph, budget_bytes: int) -> Schedule:
+    raise InfeasibleBudgetError("too little", minimum_bytes=math.inf, budget_bytes=budget_bytes)
+
+
+@pytest.mark.parametrize("keys", [("net",), ("net", "net")])
+def test_a_planner_that_knows_no_budget_that_suffices_is_refused(keys: tuple[str, ...]) -> None:
+    with pytest.raises(InfeasibleBudgetError):
+        plan_step(keys, {"net": chain()}, 1500, knows_nothing, AROUND)
 
 
 def test_gradients_of_the_step_before_are_alive_in_the_forward_only() -> None:

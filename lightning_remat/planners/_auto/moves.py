@@ -32,10 +32,9 @@ class Memory(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Moves, the best first, and how good each is: bytes of excess or seconds of the step that it takes away."""
+    """Moves, the best first."""
 
     rows: Small
-    gains: Floats
     num_replayed: int
     """Actions replayed to find out."""
 
@@ -152,7 +151,7 @@ def choose_drops(
     while size < len(ranked) and excess > 0:
         excess -= lowered[ranked[size]]
         size += 1
-    return Chosen(rows[order[ranked[:size]]], lowered[ranked[:size]], replayed)
+    return Chosen(rows[order[ranked[:size]]], replayed)
 
 
 @njit
@@ -203,4 +202,4 @@ def choose_holds(
             remember(memory, rows[chosen[k]], saved[at + k])
             best = max(best, saved[at + k])
     ranked = _almost_best(saved, LEAST_SECONDS, most)
-    return Chosen(rows[order[ranked]], saved[ranked], replayed)
+    return Chosen(rows[order[ranked]], replayed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ...budget import ALL_BYTES
 from ...errors import InfeasibleBudgetError
 from ...schedules.compiled_simulator import Judge
 from ...schedules.graph import Graph
@@ -58,7 +59,7 @@ def deep_candidates(graph: Graph) -> Iterator[Candidate]:
 
 
 def _answers(judge: Judge, planner: Callable[[Graph, int], Schedule]) -> Iterator[Candidate]:
-    budget_bytes = 1 << 62
+    budget_bytes = ALL_BYTES
     while True:
         try:
             schedule = planner(judge.graph, budget_bytes)

@@ -4,49 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...lowering import with_liveness
 from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, encode, graph_arrays
 from ...schedules.compiled import Flags, Small, njit
 from ...schedules.graph import Graph
-from ...schedules.schedule import Action, Schedule
+from ...schedules.schedule import Schedule
 from ...schedules.uses import last_reads
-from .window_simulator import IS_SHARED, NONE, NUM_WINDOWS, PINNED, Problem, Work, no_windows, replay
+from .window_simulator import NONE, NUM_WINDOWS, PINNED, Problem, Work, no_windows, replay
 
 
 def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
     """The schedule that `windows` describe, every discard right after the last use."""
     _, _, num_actions = replay(problem, windows, work)
     assert num_actions, "a schedule that was accepted is not too long"
-    runs: list[int] = work.action[:num_actions].tolist()
-    made: list[int] = work.made[:num_actions].tolist()
-    count = len(graph.nodes)
-    is_shared = [bool(problem.nodes[n, IS_SHARED]) for n in range(count)]
-    output, tape = [False] * count, [False] * count  # used later, seen from the end
-    backwards: list[list[Action]] = []
-    for at in range(num_actions - 1, -1, -1):
-        a = runs[at]
-        ended: list[Action] = []
-        if a >= 0:
-            n = a
-            if not output[n]:
-                ended.append(Action("D", n))
-            # A run for the tape alone replaces its output, unless views or the caller live in the older one.
-            output[n] = output[n] and is_shared[n] and not made[at]
-            if graph.nodes[n].tape_bytes and not tape[n]:
-                ended.append(Action("T", n))
-            tape[n] = False
-            used = graph.reads[n]
-        else:
-            n = -1 - a
-            used = graph.nodes[n].saved
-            if graph.nodes[n].tape_bytes:
-                tape[n] = True
-                ended.append(Action("T", n))
-        for i in used:
-            if not output[i]:
-                output[i] = True
-                ended.append(Action("D", i))
-        backwards.append([Action("F" if a >= 0 else "B", n), *ended])
-    return Schedule(tuple(action for actions in reversed(backwards) for action in actions))
+    codes: list[int] = []
+    has_run: set[int] = set()
+    for a, is_made in zip(work.action[:num_actions].tolist(), work.made[:num_actions].tolist(), strict=True):
+        if a < 0:
+            codes.append(4 * (-1 - a) + BACKWARD)
+            continue
+        if is_made and a in has_run:
+            codes.append(4 * a + DISCARD)  # at the latest here: liveness moves it up
+        has_run.add(a)
+        codes.append(4 * a + RUN)
+    codes += [4 * n + DISCARD for n in has_run] + [4 * n + DISCARD_TAPE for n in has_run if graph.nodes[n].tape_bytes]
+    return with_liveness(graph, np.array(codes, np.int32))
 
 
 def windows_between(graph: Graph, problem: Problem, outputs: Flags, tapes: Flags, end: int) -> Small:

@@ -14,7 +14,6 @@ from ...schedules.compiled import Small
 from ...schedules.compiled_simulator import Cost, Judge
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
-from ...schedules.simulator import simulate
 from .._candidates import Candidate, fastest_that_fits, infeasible, trade_off
 from .problem import Problem, StageCosts, assemble, keep_all_memory
 from .recurrence import least_memory, whole_row
@@ -90,8 +89,7 @@ def plan_stages(
             _, _, optima, index = min(answers, key=lambda answer: answer[:2])
             return optima.schedule(index)
     _, optima, index = min(lowest, key=lambda one: one[0])
-    schedule = optima.schedule(index)
-    raise infeasible(graph, budget_bytes, schedule, simulate(graph, schedule), planner=planner)
+    raise infeasible(graph, budget_bytes, optima.schedule(index), planner=planner)
 
 
 def stage_candidates(graph: Graph, family: SubFamily, slots: int) -> Iterator[Candidate]:
@@ -198,32 +196,19 @@ def stage_problem(
         gradients[stage_of[i]] += graph.gradient_bytes(i)
     columns = zip(StageFigures._fields, zip(*figures, strict=True), strict=True)
     of: dict[str, Any] = {
-        name: np.array([0, *column], np.float64 if name.endswith("_seconds") else np.int64) for name, column in columns
+        name.removesuffix("_bytes"): np.array([0, *column], np.float64 if name.endswith("_seconds") else np.int64)
+        for name, column in columns
     }
-    parameters, back_peak = of["parameter_bytes"], of["back_peak_bytes"]
+    parameters = of["parameter"]
     done = parameters.sum() - np.cumsum(parameters)
     before = np.cumsum(outputs + gradients) - outputs - gradients
-    held = of["gradient_bytes"] + done + before + outputs + gradients
+    held = of["held"] = of["gradient"] + done + before + outputs + gradients
     held[n] = np.cumsum(outputs)[n - 1]
     # The last stage's only run is the first, of all its nodes.
-    leaf_peak, leaf_seconds = of["leaf_peak_bytes"], of["leaf_seconds"]
-    leaf_peak[n] = max(of["fall_peak_bytes"][n], back_peak[n] + before[n] - held[n])
-    leaf_seconds[n] = of["forward_seconds"][n]
-    costs = StageCosts(
-        output=of["output_bytes"],
-        tape=of["tape_bytes"],
-        held=held,
-        keep_peak=of["keep_peak_bytes"],
-        drop_peak=of["drop_peak_bytes"],
-        fall_peak=of["fall_peak_bytes"],
-        leaf_peak=leaf_peak,
-        kept_leaf_peak=of["kept_leaf_peak_bytes"],
-        back_peak=back_peak + done + before,
-        forward_seconds=of["forward_seconds"],
-        leaf_seconds=leaf_seconds,
-        kept_leaf_seconds=of["kept_leaf_seconds"],
-        backward_seconds=of["backward_seconds"],
-    )
+    of["leaf_peak"][n] = max(of["fall_peak"][n], of["back_peak"][n] + before[n] - held[n])
+    of["leaf_seconds"][n] = of["forward_seconds"][n]
+    of["back_peak"] = of["back_peak"] + done + before
+    costs = StageCosts(**{name: of[name] for name in StageCosts._fields})
     return assemble(costs, **family._asdict())
 
 

@@ -45,7 +45,7 @@ def solve_chain(
     if memory < least:
         minimum = scale.to_chain(least + fixed)
         sequence = sequence_at(p, front_table(p, least, 1), least)
-        peak_at = peak_operation(chain, sequence)
+        peak_at = sequence.operations[int(np.argmax(memory_usages(chain, sequence)))]
         raise InfeasibleBudgetError(
             f"no {family} sequence of these {p.num_stages} stages fits in {budget:g}: the least budget is {minimum!r},"
             f" set by {peak_at}; raise the budget, or cut the chain into smaller stages",
@@ -97,9 +97,3 @@ def steps_at(p: Problem, table: Table, available: Iterable[int]) -> tuple[Steps,
     choices = no_choices()
     walks = (walk(p, table, slots, choices) for slots in available)
     return tuple(Steps(kinds.astype(np.int8), stages.astype(np.int32)) for kinds, stages in walks)
-
-
-def peak_operation(chain: Chain, sequence: ChainSequence) -> Operation:
-    """The operation of `sequence` that uses the most memory."""
-    usages = memory_usages(chain, sequence)
-    return sequence.operations[max(range(len(usages)), key=usages.__getitem__)]

@@ -7,36 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...chain import ChainSequence
 from ...lowering import discard_at_last_use
-from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, graph_arrays
+from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays
 from ...schedules.compiled import Flags, Ints, Small, njit
-from ...schedules.graph import Graph
-from ...schedules.schedule import Schedule
 from ...schedules.uses import mark_missing
 from .stages import GraphStage
-from .steps import BACK, FALL, FN, Steps, to_steps
-
-
-def lower_sequence(graph: Graph, stages: Sequence[GraphStage], sequence: ChainSequence) -> Schedule:
-    """The schedule of `sequence`, cheaper than it where a stage need not run as a whole.
-
-    `Fn`, `Fck` and `Fall` run the nodes of a stage whose values are not resident, and leave what they are to keep;
-    runs that turn out to serve nothing are then left out, and every value goes after its last use.
-
-    Args:
-        graph: The operations.
-        stages: Its stages, as `cut_stages` gives them.
-        sequence: A valid sequence of as many stages.
-
-    Returns:
-        A valid schedule.
-    """
-    return decode(graph, lower_steps(graph_arrays(graph), stage_arrays(stages), to_steps(sequence)))
+from .steps import BACK, FALL, FN, Steps
 
 
 def lower_steps(arrays: GraphArrays, stages: StageArrays, steps: Steps) -> Small:
-    """As `lower_sequence`, from arrays to actions as numbers."""
+    """The actions, as numbers, of a valid sequence, cheaper than it where a stage need not run as a whole.
+
+    `Fn`, `Fck` and `Fall` run the nodes of a stage whose values are not resident, and leave what they are to keep;
+    runs that turn out to serve nothing are then left out, and every value goes after its last use.
+    """
     events = _events(arrays, stages, steps)
     return discard_at_last_use(arrays, _without_waste(arrays, events), np.empty(0, np.int64))
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
 
-from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph
 from ...schedules.uses import readers, storage_readers
 
@@ -50,8 +49,8 @@ def build_program(
     graph: Graph,
     *,
     is_forward_fixed: bool,
-    stages: Sequence[range] | None = None,
-    levels: tuple[list[int], list[int]] | None = None,
+    stages: Sequence[range],
+    levels: tuple[list[int], list[int]],
 ) -> Program:
     """The program of all schedules that run a node at most once in a step, in index order.
 
@@ -64,14 +63,13 @@ def build_program(
     Args:
         graph: The operations.
         is_forward_fixed: Whether nothing is recomputed before the first backward; halves the program.
-        stages: Consecutive nodes whose backwards make up one step; None stands for a stage for each node.
-        levels: Bytes of gradients before, and at most during, each backward; None stands for those of the graph.
+        stages: Consecutive nodes whose backwards make up one step.
+        levels: Bytes of gradients before, and at most during, each backward.
 
     Reference: Jain et al. 2020 (Checkmate), section 4: R is `run`, S the resident columns; their FREE is replaced
     by the level of each output after each action that touches it, which gives the same integer points.
     """
-    stages = stages or [range(n, n + 1) for n in range(len(graph.nodes))]
-    return _Builder(graph, is_forward_fixed, stages, levels or gradient_levels(graph)).build()
+    return _Builder(graph, is_forward_fixed, stages, levels).build()
 
 
 @dataclass(slots=True)

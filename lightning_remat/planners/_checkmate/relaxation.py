@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 
-from ...lowering import lower_kept
+from ...lowering import keep_everything
 from ...schedules.floor import find_floor
 from ...schedules.graph import Graph
 from ...schedules.simulator import simulate
@@ -30,18 +30,24 @@ _DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0)
 _THRESHOLDS = tuple(np.linspace(0.05, 0.95, 19).tolist())
 
 
-class _Sweep(NamedTuple):
-    """What the roundings reach, and at how many of the memory limits the relaxation was solved."""
+class _CutShortError(Exception):
+    """Time ran out in the midst of a sweep: raised, since what is returned is remembered.
 
-    family: tuple[Candidate, ...]
-    num_limits: int
+    Attributes:
+        family: What the roundings reach so far.
+        num_limits: At how many of the memory limits the relaxation was solved.
+    """
+
+    def __init__(self, family: tuple[Candidate, ...], num_limits: int) -> None:
+        super().__init__()
+        self.family, self.num_limits = family, num_limits
 
 
 def sweep(graph: Graph, time_limit: float, most_stages: int | None, *, progress: bool) -> tuple[Candidate, ...]:
     """The roundings of the relaxation at each memory limit, and the plain step, of which no other beats any.
 
     Depends on the budget in nothing, and is remembered for the last few graphs. Where time runs out before the last
-    limit, a warning in the log says so.
+    limit, a warning in the log says so, and the next call begins anew.
 
     Args:
         graph: The operations.
@@ -49,23 +55,24 @@ def sweep(graph: Graph, time_limit: float, most_stages: int | None, *, progress:
         most_stages: Steps of the backward in the program; None stands for a number that suits the graph.
         progress: Whether to print each memory limit.
     """
-    found = _swept(graph, time_limit, most_stages, progress)
-    if found.num_limits < len(_LIMITS):
+    try:
+        return _swept(graph, time_limit, most_stages, progress)
+    except _CutShortError as short:
         log.warning(
             "checkmate: time_limit of %g s ended the sweep after %d of %d memory limits; the answer is not proven "
             "optimal, and a longer limit may improve it",
             time_limit,
-            found.num_limits,
+            short.num_limits,
             len(_LIMITS),
         )
-    return found.family
+        return short.family
 
 
 @lru_cache(maxsize=8)
-def _swept(graph: Graph, time_limit: float, most_stages: int | None, progress: bool) -> _Sweep:
-    plain = lower_kept(graph, range(len(graph.nodes)))
+def _swept(graph: Graph, time_limit: float, most_stages: int | None, progress: bool) -> tuple[Candidate, ...]:
+    plain = keep_everything(graph)
     if not graph.nodes:
-        return _Sweep(trade_off(graph, [plain]), len(_LIMITS))
+        return trade_off(graph, [plain])
     end = time.monotonic() + time_limit
     problem = RoundingProblem(graph, most_stages)
     program = problem.program
@@ -73,27 +80,21 @@ def _swept(graph: Graph, time_limit: float, most_stages: int | None, progress: b
     found = {plain: None}
     even = np.full(len(program.low), 1.0)  # a point that every density of even spacing rounds from
     found.update((schedule, None) for spread in _spreads(graph) for schedule in problem.roundings(even, spread))
-    num_limits = 0
     with SearchProgress("checkmate") as bar:
-        for fraction in _LIMITS:
+        for number, fraction in enumerate(_LIMITS):
             left = end - time.monotonic()
             if left <= 0:
-                break
-            bar.update(num_limits / len(_LIMITS), f"relaxation {num_limits + 1} of {len(_LIMITS)}")
+                raise _CutShortError(trade_off(graph, found), number)
+            bar.update(number / len(_LIMITS), f"relaxation {number + 1} of {len(_LIMITS)}")
             if progress:
-                print(f"checkmate: relaxation {num_limits + 1} of {len(_LIMITS)}, {left:.0f} s left", flush=True)
+                print(f"checkmate: relaxation {number + 1} of {len(_LIMITS)}, {left:.0f} s left", flush=True)
             solution = _relaxed(program, (low + fraction * (top - low)) / program.unit_bytes, left)
             if solution is None and time.monotonic() >= end:
-                break
+                raise _CutShortError(trade_off(graph, found), number)
             if solution is not None:
-                thresholds = [*(_same(graph, t) for t in _THRESHOLDS), *_spreads(graph)]
+                thresholds = [*(np.full(len(graph.nodes), t) for t in _THRESHOLDS), *_spreads(graph)]
                 found.update((schedule, None) for t in thresholds for schedule in problem.roundings(solution, t))
-            num_limits += 1
-    return _Sweep(trade_off(graph, found), num_limits)
-
-
-def _same(graph: Graph, threshold: float) -> Point:
-    return np.full(len(graph.nodes), threshold)
+    return trade_off(graph, found)
 
 
 def _spreads(graph: Graph) -> Iterator[Point]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import floor
 from typing import Literal
 
@@ -87,8 +88,5 @@ def least_budget_units(table: LowerSetTable) -> int:
     def is_enough(budget: int) -> bool:
         return bool(least_cached(_steps(table, float(budget)))[-1] < np.inf)
 
-    low, high = -1, int(2 * table.memory[-1])  # the one step ∅ → V needs 2·M(V)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    most = int(2 * table.memory[-1])  # the one step ∅ → V needs 2·M(V)
+    return bisect_left(range(most), True, key=is_enough)

@@ -67,7 +67,7 @@ def lowest(graph: Graph, planner: str, effort: float = 1.0) -> Plan:
     try:
         return planned(graph, 0, planner, effort)
     except InfeasibleBudgetError as error:
-        return planned(graph, int(error.minimum_bytes), planner, effort)
+        return planned(graph, error.sufficient_bytes, planner, effort)
 
 
 def without_parameters(graph: Graph) -> Graph:
