@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..module_state.ambient import Ambient, Recomputing
 from ..module_state.random_state import Draws
@@ -34,10 +34,12 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .instructions import Do, Instruction
-from .program import Place, Program, Step
+from .program import Kinds, Place, Program, Step
 from .stretches import Again
 
 T = TypeVar("T")
+
+_version_of = attrgetter("_version")
 
 _MOST_RETRIES = 8
 """Buffers that are found, one by one, to change between a forward and its backward."""
@@ -84,10 +86,14 @@ class Execution:
         self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
         for slot, value in program.fetched:
             self.values[slot] = value
-        self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
-        self.devices = [d for d in {v.device for v in values if isinstance(v, Tensor)} if d.type not in ("cpu", "meta")]
-        self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
-        self.is_fake = any(map(_is_fake, set(map(type, values))))
+        try:
+            self.versions = [*map(_version_of, values)]
+        except AttributeError:  # there are numbers among them
+            self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
+        if not program.kinds:
+            program.kinds.append(Kinds.of(values))
+        self.kinds = program.kinds[0]
+        self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
         self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
         self.tapes: dict[int, dict[int, Tensor]] = {}
@@ -328,10 +334,6 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-
-
-def _is_fake(kind: type) -> bool:
-    return issubclass(kind, FakeTensor)
 
 
 class ModifiedError(RuntimeError):

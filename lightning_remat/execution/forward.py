@@ -115,9 +115,9 @@ class _Forward:
             if m == n:
                 execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
         contexts.enter(step.contexts)
-        if step.operation.is_random and not self.execution.is_fake:
+        if step.operation.is_random and not execution.kinds.is_fake:
             with generators_in_use:
-                draws = Draws(self.execution.devices, with_host=False)
+                draws = Draws(execution.kinds.devices, with_host=False)
                 made, saved = self._call(n, step)
                 if draws.end():
                     self.execution.draws[n] = draws

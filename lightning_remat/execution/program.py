@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.nn import functional
 
@@ -38,6 +40,30 @@ class Place:
     slot: int = -1
     leaf: int = 0
     is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Of what kind the values are with which a program runs: the same at each call, as TorchDynamo guards.
+
+    Attributes:
+        devices: Those of the tensors, the host left out.
+        types: All of their types of device, as autocast knows them.
+        is_fake: Whether tensors have no values.
+    """
+
+    devices: tuple[torch.device, ...]
+    types: tuple[str, ...]
+    is_fake: bool
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Kinds:
+        """Those of the placeholders' values."""
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        found = dict.fromkeys(t.device for t in tensors)
+        devices = tuple(d for d in found if d.type not in ("cpu", "meta"))
+        types = tuple(sorted({"cpu", *(d.type for d in devices)}))
+        return cls(devices, types, any(isinstance(t, FakeTensor) for t in tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +137,7 @@ class Program:
         result: What the caller gets: slots in place of fx nodes.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
+        kinds: Of the values of its placeholders, once it has run.
     """
 
     traced: TracedModule
@@ -131,6 +158,7 @@ class Program:
     result: Any
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
+    kinds: list[Kinds] = field(default_factory=list[Kinds])
 
 
 @dataclass(frozen=True, slots=True)
