@@ -176,6 +176,10 @@ class Execution:
         if tensor.layout is torch.strided:
             self.released[n, number] = weakref.ref(tensor.untyped_storage()), tensor.dtype, geometry_of(tensor)
 
+    def is_at(self, n: int) -> bool:
+        """Whether the program has run up to the backward of `n`, and no further."""
+        return self.program.place[n] == self.position and self.running is None
+
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
         target = self.program.place[n]
@@ -237,7 +241,9 @@ class Execution:
             value = values[slot]
             if isinstance(value, Tensor) and value._version != versions[slot]:
                 return False
-        return self.watch is None and not self.program.copied and self.taped.keys().isdisjoint(stretch.hooked)
+        if self.watch is not None or self.program.copied:
+            return False
+        return all(n in self.tapes or n not in self.taped for n in stretch.hooked)
 
     def _recomputing(self) -> Recomputing:
         """The settings of the forward. They are asked for once in each backward, in which nobody else runs."""
@@ -298,14 +304,14 @@ class Execution:
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
                 raise modified(what, self.versions[slot], value)
-        if not step.scratch and not step.kept and not copies:
+        if not step.kept and not copies:
             return values
         values = list(values)
         for slot in step.kept:
             version = self.kept_versions.get((n, slot))
             if version is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
-        for slot in {*step.scratch, *step.kept, *copies}:
+        for slot in {*step.kept, *copies}:
             values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
@@ -368,4 +374,7 @@ def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) ->
 
 def unpack_reference(reference: Reference) -> Tensor:
     """The tensor in whose place autograd holds the reference."""
-    return reference.execution.unpack(reference)
+    execution, tensor = reference.execution, reference.held
+    if tensor is not None and tensor._version == reference.version and execution.is_at(reference.operation):
+        return tensor  # most of them: parameters, of an operation that has begun
+    return execution.unpack(reference)

@@ -191,7 +191,10 @@ class _Forward:
                 tapes[reference.number] = tensor.detach()
                 if not source.is_like(tensor):
                     place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            reference.held = tensor.detach() if isinstance(place.source, ExternalRef) else None
+            if not isinstance(place.source, ExternalRef):
+                reference.held = None
+            elif tensor.grad_fn is not None:
+                reference.held = tensor.detach()  # a leaf holds no graph, and is held as autograd itself does
             kept.append(place)
         self.execution.saved[n] = kept
         if tapes:
