@@ -11,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -121,8 +121,10 @@ class CompiledForward:
         names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
         entry = types.FunctionType(code, names)
         options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
-        compiled: Any = torch.compile(entry, backend=self._backend, fullgraph=is_whole, **options)
-        self._compiled: Callable[..., Any] = compiled
+        context: Any = torch._dynamo.optimize(self._backend, nopython=is_whole, **options)
+        if (capture := getattr(context, "callback", None)) is not None:  # else TorchDynamo is switched off
+            context.callback = _Capturing(capture, self._capturing)
+        self._compiled: Callable[..., Any] = context(entry)
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         if self.has_hooks:
@@ -131,7 +133,17 @@ class CompiledForward:
         return partial(self._called, CapturedGraph(module))
 
     def _called(self, graph: CapturedGraph, *values: Any) -> Any:
-        return self._local.run(graph, list(values))
+        return self._local.call[0](graph, list(values))
+
+    @contextmanager
+    def _capturing(self) -> Generator[None]:
+        """What must hold while TorchDynamo captures for the call of this thread; a call that it knows needs none."""
+        _, args, kwargs = self._local.call
+        settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
+        hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
+        told = as_in_eager.as_in_eager(tensors_in((args, kwargs)))
+        with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told:
+            yield
 
     def call(self, run: Run, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's results, its graph run by `run`.
@@ -141,19 +153,14 @@ class CompiledForward:
         """
         if (mode := _mode_in_the_way()) is not None:
             raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
-        before, self._local.run = getattr(self._local, "run", None), run
+        before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
-            # Of this thread; TorchDynamo may have to capture anew.
-            settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
-            hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
-            told = as_in_eager.as_in_eager(tensors_in((args, kwargs)))
-            with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told:
-                return self._compiled(module, *args, **kwargs)
+            return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
             raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
         finally:
-            self._local.run = before
+            self._local.call = before
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
@@ -194,6 +201,24 @@ class _Quiet:
 
 
 _AS_IN_EAGER = SharedSettings(_Quiet(), *as_in_eager.CHANGES, *generators_left.CHANGES, *numpy_as_it_is.CHANGES)
+
+
+class _Capturing:
+    """TorchDynamo's callback for code of which no capture holds, within settings that nothing else is to notice.
+
+    Args:
+        capture: The callback.
+        settings: Makes the context.
+    """
+
+    def __init__(self, capture: Any, settings: Callable[[], AbstractContextManager[None]]) -> None:
+        self._capture, self._settings = capture, settings
+        self._torchdynamo_orig_backend = capture._torchdynamo_orig_backend  # by which it tells captures apart
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._settings():
+            return self._capture(*args, **kwargs)
+
 
 # Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.
 _HOOKS_CAPTURED = SharedSettings(Exchange(compiled_autograd, "compiled_autograd_enabled", lambda _: True))

@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..module_state.ambient import Ambient, Recomputing
 from ..module_state.random_state import Draws
@@ -34,10 +34,12 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .instructions import Do, Instruction
-from .program import Place, Program, Step
+from .program import Kinds, Place, Program, Step
 from .stretches import Again
 
 T = TypeVar("T")
+
+_version_of = attrgetter("_version")
 
 _MOST_RETRIES = 8
 """Buffers that are found, one by one, to change between a forward and its backward."""
@@ -84,10 +86,14 @@ class Execution:
         self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
         for slot, value in program.fetched:
             self.values[slot] = value
-        self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
-        self.devices = [d for d in {v.device for v in values if isinstance(v, Tensor)} if d.type not in ("cpu", "meta")]
-        self.ambient = Ambient.current(sorted({"cpu", *(d.type for d in self.devices)}))
-        self.is_fake = any(map(_is_fake, set(map(type, values))))
+        try:
+            self.versions = [*map(_version_of, values)]
+        except AttributeError:  # there are numbers among them
+            self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
+        if not program.kinds:
+            program.kinds.append(Kinds.of(values))
+        self.kinds = program.kinds[0]
+        self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
         self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
         self.tapes: dict[int, dict[int, Tensor]] = {}
@@ -170,6 +176,10 @@ class Execution:
         if tensor.layout is torch.strided:
             self.released[n, number] = weakref.ref(tensor.untyped_storage()), tensor.dtype, geometry_of(tensor)
 
+    def is_at(self, n: int) -> bool:
+        """Whether the program has run up to the backward of `n`, and no further."""
+        return self.program.place[n] == self.position and self.running is None
+
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
         target = self.program.place[n]
@@ -231,7 +241,9 @@ class Execution:
             value = values[slot]
             if isinstance(value, Tensor) and value._version != versions[slot]:
                 return False
-        return self.watch is None and not self.program.copied and self.taped.keys().isdisjoint(stretch.hooked)
+        if self.watch is not None or self.program.copied:
+            return False
+        return all(n in self.tapes or n not in self.taped for n in stretch.hooked)
 
     def _recomputing(self) -> Recomputing:
         """The settings of the forward. They are asked for once in each backward, in which nobody else runs."""
@@ -292,14 +304,14 @@ class Execution:
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
                 raise modified(what, self.versions[slot], value)
-        if not step.scratch and not step.kept and not copies:
+        if not step.kept and not copies:
             return values
         values = list(values)
         for slot in step.kept:
             version = self.kept_versions.get((n, slot))
             if version is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
-        for slot in {*step.scratch, *step.kept, *copies}:
+        for slot in {*step.kept, *copies}:
             values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
 
@@ -328,10 +340,6 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-
-
-def _is_fake(kind: type) -> bool:
-    return issubclass(kind, FakeTensor)
 
 
 class ModifiedError(RuntimeError):
@@ -366,4 +374,7 @@ def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) ->
 
 def unpack_reference(reference: Reference) -> Tensor:
     """The tensor in whose place autograd holds the reference."""
-    return reference.execution.unpack(reference)
+    execution, tensor = reference.execution, reference.held
+    if tensor is not None and tensor._version == reference.version and execution.is_at(reference.operation):
+        return tensor  # most of them: parameters, of an operation that has begun
+    return execution.unpack(reference)

@@ -115,9 +115,9 @@ class _Forward:
             if m == n:
                 execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
         contexts.enter(step.contexts)
-        if step.operation.is_random and not self.execution.is_fake:
+        if step.operation.is_random and not execution.kinds.is_fake:
             with generators_in_use:
-                draws = Draws(self.execution.devices, with_host=False)
+                draws = Draws(execution.kinds.devices, with_host=False)
                 made, saved = self._call(n, step)
                 if draws.end():
                     self.execution.draws[n] = draws
@@ -191,7 +191,10 @@ class _Forward:
                 tapes[reference.number] = tensor.detach()
                 if not source.is_like(tensor):
                     place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            reference.held = tensor.detach() if isinstance(place.source, ExternalRef) else None
+            if not isinstance(place.source, ExternalRef):
+                reference.held = None
+            elif tensor.grad_fn is not None:
+                reference.held = tensor.detach()  # a leaf holds no graph, and is held as autograd itself does
             kept.append(place)
         self.execution.saved[n] = kept
         if tapes:

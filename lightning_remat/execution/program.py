@@ -7,12 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
-from torch.nn import functional
 
 from ..operations.contexts import Context, common_contexts
-from ..operations.evaluation import Run, Stretch, compile_constant, compile_operation, effect_outputs, slots
+from ..operations.evaluation import (
+    Run,
+    Stretch,
+    compile_constant,
+    compile_operation,
+    effect_outputs,
+    only_written,
+    slots,
+)
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Source
@@ -40,6 +49,30 @@ class Place:
     is_whole: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Of what kind the values are with which a program runs: the same at each call, as TorchDynamo guards.
+
+    Attributes:
+        devices: Those of the tensors, the host left out.
+        types: All of their types of device, as autocast knows them.
+        is_fake: Whether tensors have no values.
+    """
+
+    devices: tuple[torch.device, ...]
+    types: tuple[str, ...]
+    is_fake: bool
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Kinds:
+        """Those of the placeholders' values."""
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        found = dict.fromkeys(t.device for t in tensors)
+        devices = tuple(d for d in found if d.type not in ("cpu", "meta"))
+        types = tuple(sorted({"cpu", *(d.type for d in devices)}))
+        return cls(devices, types, any(isinstance(t, FakeTensor) for t in tensors))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One operation as the executor sees it; values have the numbers of `slots`.
@@ -53,7 +86,6 @@ class Step:
         inputs: What it reads that operations make.
         producers: Which operations make these.
         external: What it reads from outside and a recomputation must find unchanged.
-        scratch: What it writes outside; a recomputation writes into copies.
         kept: What it reads outside though the graph writes it: a recomputation reads copies made at the first run.
         is_hooked: Whether something that its backward reads is discarded before: autograd then gets references.
         is_announced: Whether its backward must tell that it begins, though it may ask for nothing.
@@ -74,7 +106,6 @@ class Step:
     inputs: tuple[int, ...]
     producers: tuple[int, ...]
     external: tuple[int, ...]
-    scratch: tuple[int, ...]
     kept: tuple[int, ...]
     is_hooked: bool
     is_announced: bool
@@ -111,6 +142,7 @@ class Program:
         result: What the caller gets: slots in place of fx nodes.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
+        kinds: Of the values of its placeholders, once it has run.
     """
 
     traced: TracedModule
@@ -131,6 +163,7 @@ class Program:
     result: Any
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
+    kinds: list[Kinds] = field(default_factory=list[Kinds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +205,11 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         for n in range(len(traced.operations))
     )
     stretches = Stretches(traced, slot_of)
+    taped = _discarded_tapes(schedule)
     again = {
         n
         for n, step in enumerate(steps)
-        if step.is_plain_again and not (step.is_hooked and graph.nodes[n].tape_bytes)
-        if not any(steps[m].is_output for m in step.producers)
+        if step.is_plain_again and n not in taped and not any(steps[m].is_output for m in step.producers)
     }
     gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
     return Program(
@@ -226,6 +259,18 @@ def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
     )
 
 
+def _discarded_tapes(schedule: Schedule) -> set[int]:
+    """The operations of which a recomputation has to bring the tape, too: it goes before their backward."""
+    done: set[int] = set()
+    found: set[int] = set()
+    for kind, n in schedule:
+        if kind == "B":
+            done.add(n)
+        elif kind == "T" and n not in done:
+            found.add(n)
+    return found
+
+
 def _gathered(before: Sequence[tuple[Instruction, ...]], tells: Sequence[bool]) -> tuple[tuple[Instruction, ...], ...]:
     """What happens before backwards of which nobody hears happens before the next one that tells."""
     found: list[tuple[Instruction, ...]] = []
@@ -253,9 +298,8 @@ def _step(
     # Effects that others read live in the storage of what they write.
     written = traced.written | {i for i in read if any(i in o.effects for o in traced.operations)}
     external = [i for i in read if i.op == "placeholder" or i in written]
-    kept = tuple(slot_of[i] for i in external if i in written and not _only_writes(own, i))
+    kept = tuple(slot_of[i] for i in external if i in written and i not in only_written(operation))
     effects = tuple(slot_of[p] for p in effect_outputs(operation))
-    scratch = tuple(slot_of[i] for i in operation.writes if i in slot_of)
     is_output = n in traced.outputs
     contexts = common_contexts(operation.parts)
     is_special = is_hooked or is_announced or is_output or operation.is_random or bool(kept or effects or contexts)
@@ -268,7 +312,6 @@ def _step(
         tuple(slot_of[i] for i in made),
         tuple(traced.producer[i] for i in made),
         tuple(slot_of[i] for i in external if i not in written),
-        scratch,
         kept,
         is_hooked,
         is_announced,
@@ -276,13 +319,7 @@ def _step(
         is_repeated,
         contexts,
         not is_special,
-        not (is_output or operation.is_random or kept or scratch or contexts),
-        bool(external or scratch),
+        not (is_output or operation.is_random or kept or contexts),
+        bool(external),
         any(map(may_keep_what_it_reads, operation.parts)),
     )
-
-
-def _only_writes(parts: Sequence[fx.Node], buffer: fx.Node) -> bool:
-    """Whether no result depends on the buffer: batch norm in training only writes its statistics."""
-    readers = [p for p in parts if buffer in p.all_input_nodes]
-    return all(p.target is functional.batch_norm and p.args[5:6] == (True,) for p in readers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def rerun_prices() -> RerunPrices:
     values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_transformer()), values, values)
     assert traced is not None
-    graph = profile_call(traced, values, values, repeats=2)
+    graph = profile_call(traced, values, values, repeats=5)
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
@@ -63,8 +64,8 @@ def rerun_prices() -> RerunPrices:
         _seconds(program, values)  # what is learned in a first run
     rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
     own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again]
-    kept, *extra = (min(seconds) - known for seconds, known in zip(zip(*rounds, strict=True), own, strict=True))
-    one, several = (seconds - kept for seconds in extra)
+    # Of differences within a round, as whatever else the machine does comes and goes.
+    one, several = (median(seconds[k] - seconds[0] for seconds in rounds) - own[k] for k in (1, 2))
     run = max(0.0, (several - one) / (len(at_once) - len(alone)))
     return RerunPrices(run, max(0.0, one / len(alone) - run))
 

@@ -22,7 +22,7 @@ class Again:
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
-        hooked: The operations of which nothing but outputs must have been saved.
+        hooked: The operations of which the table must hold what else was saved.
     """
 
     run: Stretch

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.nn.functional import batch_norm
 from torch.utils._pytree import tree_map_only
 
 from .contexts import Context, common_contexts, contexts_of
@@ -45,6 +46,16 @@ def effect_outputs(operation: Operation) -> tuple[fx.Node, ...]:
     )
 
 
+def only_written(operation: Operation) -> frozenset[fx.Node]:
+    """The buffers on which no result of it depends: batch norm in training only writes its statistics."""
+    parts = [p for p in operation.parts if p not in operation.effects]
+    return frozenset(
+        buffer
+        for buffer in operation.writes
+        if all(p.target is batch_norm and p.args[5:6] == (True,) for p in parts if buffer in p.all_input_nodes)
+    )
+
+
 def compile_operation(operation: Operation, slot_of: Mapping[fx.Node, int], *, is_first: bool) -> Run:
     """The function that runs the operation, in the contexts that its parts have in common.
 
@@ -52,11 +63,12 @@ def compile_operation(operation: Operation, slot_of: Mapping[fx.Node, int], *, i
         operation: What to run.
         slot_of: See `slots`.
         is_first: A first run has the effects too, and returns those that others read after the outputs; a
-            recomputation leaves them out.
+            recomputation leaves them out, and writes what it only writes into memory that goes at once.
     """
     parts = [p for p in operation.parts if is_first or p not in operation.effects]
     outputs = [*operation.outputs, *(effect_outputs(operation) if is_first else ())]
-    return _compiled(parts, outputs, slot_of, operation.name, common_contexts(operation.parts))
+    scratch = frozenset[fx.Node]() if is_first else only_written(operation)
+    return _compiled(parts, outputs, slot_of, operation.name, common_contexts(operation.parts), scratch)
 
 
 def compile_constant(node: fx.Node, slot_of: Mapping[fx.Node, int]) -> Run:
@@ -88,6 +100,7 @@ def compile_stretch(
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
             parts = [p for p in parts if p not in item.effects]
+            writer.scratch = only_written(item)
         body += [line for part in parts for line in writer.lines(part)]
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
@@ -106,8 +119,10 @@ def _compiled(
     slot_of: Mapping[fx.Node, int],
     name: str,
     common: tuple[Context, ...] = (),
+    scratch: frozenset[fx.Node] = frozenset(),
 ) -> Run:
     writer = _Writer(slot_of, len(common))
+    writer.scratch = scratch
     body = [line for part in parts for line in writer.lines(part)]
     returned = "".join(f"{writer.name_of(n)}, " for n in outputs)
     return writer.function([*body, f"return ({returned})"], f"operation {name}")
@@ -116,7 +131,7 @@ def _compiled(
 class _Writer:
     """Writes nodes as lines of Python; whatever is no plain number gets a name.
 
-    The outermost `depth` contexts of the nodes are entered already.
+    The outermost `depth` contexts of the nodes are entered already; in place of what is `scratch` stands new memory.
     """
 
     def __init__(self, slot_of: Mapping[fx.Node, int], depth: int = 0) -> None:
@@ -124,6 +139,7 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.locals: dict[fx.Node, str] = {}
         self.num_locals = 0
+        self.scratch: frozenset[fx.Node] = frozenset()
 
     def function(self, body: list[str], name: str) -> Callable[[Any], Any]:
         """The function of a table of values that consists of these lines."""
@@ -154,6 +170,8 @@ class _Writer:
 
     def name_of(self, n: fx.Node) -> str:
         """A node's value: of this function, or from outside."""
+        if n in self.scratch:
+            return f"{self.constant(torch.empty_like)}(v[{self.slot_of[n]}])"
         return self.locals.get(n) or f"v[{self.slot_of[n]}]"
 
     def argument(self, a: Any) -> str:

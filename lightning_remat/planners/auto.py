@@ -6,6 +6,7 @@ from ..lowering import lower_kept
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ._auto.front_search import front_of
+from ._auto.tapes import with_tapes_kept
 from ._candidates import fastest_that_fits, infeasible, trade_off
 
 
@@ -47,4 +48,5 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     schedule = front.schedule(found or 0)
     if found is None:
         raise infeasible(graph, budget_bytes, schedule, planner="auto")
-    return schedule
+    is_priced = any(node.stretch_price for node in graph.nodes)
+    return with_tapes_kept(graph, schedule, budget_bytes) if is_priced else schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .layouts import is_dense
+
+# pyright: reportPrivateUsage=false
 
 
 @contextmanager
@@ -22,10 +24,25 @@ def copied_as_accumulated(leaves: Iterable[Tensor]) -> Generator[None]:
     Args:
         leaves: By which is differentiated.
     """
-    with ExitStack() as handles:
+    with ExitStack() as hooks:
         for leaf in leaves:
-            handles.enter_context(cast(Any, leaf).register_hook(partial(_taken, leaf.detach())))
+            hooks.enter_context(hooked(leaf, partial(_taken, leaf.detach())))
         yield
+
+
+@contextmanager
+def hooked(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Generator[None]:
+    """A hook on the gradient of a tensor of the user's, to which it leaves nothing.
+
+    PyTorch keeps the place of hooks that are gone, and each backward looks into it: as long as a small kernel.
+    """
+    handle: Any = cast(Any, leaf).register_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if not leaf._backward_hooks:
+            leaf._backward_hooks = None
 
 
 def _taken(leaf: Tensor, gradient: Tensor) -> Tensor | None:

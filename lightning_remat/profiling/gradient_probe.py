@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..measure.meter import tensor_storage
 from ..measure.tensor_bytes import logical_bytes
 from ..operations.saved_tensors import Geometry, geometry_of, tensor_in
-from .accumulation import copied_as_accumulated
+from .accumulation import copied_as_accumulated, hooked
 from .layouts import is_dense
 
 
@@ -134,10 +134,10 @@ class GradientProbe:
 
     def run(self) -> None:
         """Runs the backward, once."""
-        with ExitStack() as handles:
+        with ExitStack() as hooks:
             for t, nothing in self._adding:
-                handles.enter_context(cast(Any, t).register_hook(partial(_exchange, nothing)))
-            handles.enter_context(copied_as_accumulated(self._leaves))
+                hooks.enter_context(hooked(t, partial(_exchange, nothing)))
+            hooks.enter_context(copied_as_accumulated(self._leaves))
             found = torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
         self._roots.clear()
         self.gradients = list(found)

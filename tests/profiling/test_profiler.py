@@ -74,6 +74,7 @@ def test_profiling_leaves_everything_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
     assert torch.equal(module.conv.weight.grad, torch.ones_like(module.conv.weight))
     assert module.linear.weight.grad is None
+    assert all(p._backward_hooks is None for p in module.parameters()), "an empty place of hooks costs each backward"
     assert module.training
 
 
