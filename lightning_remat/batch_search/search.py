@@ -253,7 +253,13 @@ def _rehearse(trial: Trial, search: CandidateSearch) -> None:
     """Plans and rewrites once, for what that keeps of the machine's memory, and counts again what is free."""
     with suppress(InfeasibleBudgetError):
         choice = trial.share(search.choose)
-        uninstall(install(trial, choice.batch_size, choice.step))
+        try:
+            uninstall(install(trial, choice.batch_size, choice.step))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.info("not even the calls of batch size %d fit beside what planning keeps", choice.batch_size)
+    gc.collect()  # what the error held
     search.recount(_free_bytes(trial))
 
 

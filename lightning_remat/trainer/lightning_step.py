@@ -63,10 +63,12 @@ class StepFailedError(Exception):
 
 @contextmanager
 def _told_apart() -> Generator[None]:
-    """What the user's step raises, from what this package does."""
+    """What the user's step raises, from what this package does; a lack of memory is of the size that was tried."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from lightning_remat import InfeasibleBudgetError, Rematerialization, find_batch_size, restore
 from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.reports.result import Result
+from lightning_remat.trainer.lightning_step import LightningTrial
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -280,6 +281,25 @@ def test_learning_rate_finder_comes_after(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_size_whose_calls_do_not_fit_beside_what_planning_keeps_is_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the machine is counted before the first plan; looking through a step at its size may then fail."""
+    look, failed = LightningTrial.look_through, list[int]()
+
+    def exhausted(self: LightningTrial, batch_size: int, modules: Sequence[Any] | None = None) -> Any:
+        if modules and not failed:  # to install the first plan
+            failed.append(batch_size)
+            raise torch.OutOfMemoryError("out of memory")
+        return look(self, batch_size, modules)
+
+    monkeypatch.setattr(LightningTrial, "look_through", exhausted)
+    result, _, trainer = search(tmp_path, memory_budget=None, batch_size=32)
+    assert failed == [32]
+    assert result.batch_size == 32
+    assert trainer.global_step
+
+
 def test_plain_pytorch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = network()

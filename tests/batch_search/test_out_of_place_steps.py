@@ -58,6 +58,11 @@ def small_vgg(channels: int = 3) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def small_convolutions() -> nn.Sequential:
+    """Of which each kernel takes more than what could go earlier out of place."""
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(4)))
+
+
 def classifier() -> nn.Sequential:
     return nn.Sequential(*small_vgg(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 4 * 4, 5))
 
@@ -162,7 +167,7 @@ def test_a_larger_size_is_found_out_of_place(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_no_size_is_lost_where_nothing_is_gained_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    module, batch = classifier(), torch.randn(16, 3, 16, 16)
+    module, batch = nn.Sequential(*small_convolutions(), nn.Flatten()), torch.randn(16, 3, 16, 16)
     budget = fused_lowest(module, batch, monkeypatch)
     monkeypatch.setattr("lightning_remat.batch_search.search._NOTICEABLY", 2.0)
     search = CandidateSearch.exchange
@@ -238,9 +243,9 @@ def test_parts_of_a_module_run_out_of_place_and_their_plan_is_read_back() -> Non
     made = rematerialize(ours, x, memory_budget=int(error.value.minimum_bytes), planner=QUICK)
     assert made.step is not None
     assert list(made.step.plans) == ["[0]", "[1]"]
-    kinds = [node.kind for node in made.step.plans["[0]"].graph.nodes]
-    # What is decided on belongs to the graph before.
-    assert kinds == [*["flatten", "matmul", "unflatten", "relu"] * 4, "sum", "eq"]
+    kinds = [[node.kind for node in part.graph.nodes] for part in made.step.plans.values()]
+    assert kinds[0][-2:] == ["sum", "eq"]  # what is decided on belongs to the graph before
+    assert any("relu" in part for part in kinds)
     assert made.plain.peak_bytes == pytest.approx(step_peak(plain, x) - LOSS_BYTES, rel=0.02)
     assert step_peak(ours, x) - LOSS_BYTES <= error.value.minimum_bytes
     assert_equal_traces(traces(plain, [x] * 2), traces(ours, [x] * 2))

@@ -87,7 +87,8 @@ def attention() -> nn.Module:
 def test_peaks_at_other_sizes_are_those_of_a_profile_made_there(module: nn.Module, shape: tuple[int, ...]) -> None:
     def profiled(size: int) -> Graph:
         x = torch.randn(size, *shape)
-        return profile(trace(module, x), x, repeats=1)
+        # What kernels allocate inside themselves is no line: by the size they choose how to go about it.
+        return profile(trace(module, x), x, repeats=1, with_kernels=False)
 
     scalable = ScalableGraph(Line(SMALL, LARGE), profiled(SMALL), profiled(LARGE))
     excesses = ("backward_release_bytes", "backward_shared_bytes", "backward_shared_release_bytes")
