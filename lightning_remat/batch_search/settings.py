@@ -116,7 +116,7 @@ class Settings:
     def counts_scratch(self) -> bool:
         """Whether the budget is memory of the machine, of which the kernels' scratch memory takes its part.
 
-        A budget in bytes or of the plain peak is one of tensors on the CPU, and so the same on every machine.
+        A budget in bytes or of the plain peak is one of what PyTorch's allocator hands out on the CPU.
         """
         return self.memory_budget is None or isinstance(self.memory_budget, float)
 

@@ -238,4 +238,5 @@ def _source(study: Study, device: Device) -> str:
     speeds = f"the data sheet of {device.name}"
     if device.is_measured:
         speeds = "the speed of this machine's CPU (--device H100 takes another's)"
-    return f"Bytes are those of tensors{ran}. Seconds are estimates from {speeds}."
+    inside = "What a kernel allocates inside itself, fake tensors do not tell."
+    return f"Bytes are those of tensors{ran}. {inside} Seconds are estimates from {speeds}."

@@ -99,8 +99,13 @@ class _Whole:
     @property
     def can_run(self) -> bool:
         """Whether a step tells what the plan needs: on fake tensors nothing runs, in eval mode the plain forward."""
+        return self.module.training and not self.is_fake
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether it is on fake tensors."""
         tensors = [*tensors_in((self.args, self.kwargs)), *self.module.parameters()]
-        return self.module.training and not any(isinstance(t, FakeTensor) for t in tensors)
+        return any(isinstance(t, FakeTensor) for t in tensors)
 
     def with_way(self, traced: TracedModule) -> _Whole:
         """The same with one way more, profiled."""
@@ -171,7 +176,10 @@ class _Whole:
         install(self.module, program, plan, self.planner)
         is_installed = current_plan(self.module) is not None
         if not self.can_run:
-            logger.info("%s: the peak is predicted, no step was run to measure it", type(self.module).__name__)
+            name, rest = type(self.module).__name__, ""
+            if self.is_fake:
+                rest = "; what kernels allocate inside themselves fake tensors do not tell"
+            logger.info("%s: the peak is predicted, no step was run to measure it%s", name, rest)
             return replace(plan, plain=plain)
         if not is_installed:  # what runs is the plain step
             made = plan.corrected(plain.peak_bytes - plan.peak_bytes)

@@ -377,4 +377,4 @@ def test_a_plan_on_fake_tensors_is_a_prediction_and_says_so(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "lightning_remat"):
         plan = rematerialized(module, x, budget=1 << 30)
     assert plan.correction_bytes == 0
-    assert "the peak is predicted, no step was run to measure it" in caplog.text
+    assert "the peak is predicted, no step was run to measure it; what kernels" in caplog.text
