@@ -236,8 +236,10 @@ class StorageMeter(TorchDispatchMode):
 
     def _run(self, func: Any, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """The result of an operation, and how many bytes its kernel held at most, the result's among them."""
-        # Fake kernels allocate for themselves alone; what makes a tensor out of nothing makes no other.
-        if not self.with_kernels or not operands or any(isinstance(t, FakeTensor) for t in operands):
+        # Fake kernels allocate for themselves alone; what makes a tensor out of nothing makes no other. Buffers of
+        # a collective are its backend's, which threads of its own let go of: they would be heard now and then.
+        is_heard = self.with_kernels and operands and func.namespace != "c10d"
+        if not is_heard or any(isinstance(t, FakeTensor) for t in operands):
             return func(*args, **kwargs), 0
         if not can_listen():  # a meter around this one does, or what runs inside profiles itself
             return func(*args, **kwargs), 0

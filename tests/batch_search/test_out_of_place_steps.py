@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from remat_runs import Classifier, run, seeded
+from small_vgg import small_vgg
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
 
@@ -34,28 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
 ]
-
-
-class Pointwise(nn.Module):
-    """A convolution of single pixels, as a product of matrices.
-
-    A convolution's own kernel copies its operands, and that sets the lowest peak, whatever runs out of place.
-    """
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight @ x.flatten(2)).unflatten(2, x.shape[2:])
-
-
-def small_vgg(channels: int = 3) -> nn.Sequential:
-    """Pairs of a convolution and an in-place ReLU, most of them large."""
-    layers: list[nn.Module] = []
-    for inputs in (channels, 16, 16, 16):
-        layers += [Pointwise(inputs, 16), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
 
 
 def small_convolutions() -> nn.Sequential:

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_vgg import small_vgg
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -41,17 +42,11 @@ def trace_out_of_place(module: nn.Module, x: Tensor) -> TracedModule | None:
     return out_of_place(trace(module, x), (x,), {})
 
 
-def small_vgg() -> nn.Module:
-    """Pairs of a convolution and an in-place ReLU, most of them large."""
-    layers: list[nn.Module] = []
-    for inputs in (3, 16, 16, 16):
-        layers += [nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 8 * 8, 5))
-
-
 def made_small_vgg() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return small_vgg(), torch.randn(4, 3, 32, 32)
+    return nn.Sequential(*small_vgg(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 8 * 8, 5)), torch.randn(
+        4, 3, 32, 32
+    )
 
 
 def floor(module: nn.Module, x: Tensor) -> int:
@@ -94,7 +89,8 @@ def test_a_plan_for_it_is_read_back_and_installed() -> None:
 
 @pytest.mark.slow
 def test_the_fused_graph_is_taken_where_it_suffices() -> None:
-    module, x = made_small_vgg()
+    pairs = [(nn.Conv2d(n, 16, 3, padding=1), nn.ReLU(inplace=True)) for n in (3, 16, 16, 16)]
+    module, x = nn.Sequential(*(layer for pair in pairs for layer in pair)), torch.randn(4, 3, 32, 32)
     made = rematerialize(module, x, memory_budget=fused_floor(module, x), planner=QUICK)
     assert made.num_recomputed
     assert [node.name for node in made.graph.nodes] == [o.name for o in trace(module, x).operations]
