@@ -281,6 +281,7 @@ def test_learning_rate_finder_comes_after(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_size_whose_calls_do_not_fit_beside_what_planning_keeps_is_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_predicted_is_allocated(make: Callable[[], nn.Module], shape: tuple[int,
         restore(module)
 
 
+@pytest.mark.slow
 def test_beside_another_profiler_it_is_not_counted_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
     module, x = network(), torch.randn(4, 3, 16, 16)
     traced = trace(module, x)
