@@ -130,6 +130,7 @@ def test_on_infeasible_minimum_plans_the_lowest_peak(tmp_path: Path) -> None:
     assert result.predicted_peak_bytes > 8 * 2**20
 
 
+@pytest.mark.slow
 def test_batch_norm_at_one_sample_is_a_lower_limit() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
     arguments: dict[str, Any] = {"planner": "periodic", "memory_budget": "1MiB", "max_batch_size": 1}

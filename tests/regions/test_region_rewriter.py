@@ -92,7 +92,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
     [
         (Network, ["[0]", "[1]"], "periodic"),
         pytest.param(Network, ["[0]", "[1]"], "auto", marks=pytest.mark.slow),
-        (Aside, [f"blocks.{i}" for i in range(6)], "periodic"),
+        pytest.param(Aside, [f"blocks.{i}" for i in range(6)], "periodic", marks=pytest.mark.slow),
         (Nested, ["[0]", "[1]", "[2]"], "periodic"),
         (Twice, ["[0]", "[1]"], "periodic"),
     ],

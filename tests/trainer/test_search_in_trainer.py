@@ -54,6 +54,7 @@ def test_found_size_is_trained_within_the_budget(tmp_path: Path, factory: Any, o
     assert set(module.sizes) == {12}
 
 
+@pytest.mark.slow
 def test_learning_rate_finder_runs_on_the_planned_model(tmp_path: Path) -> None:
     planned: list[bool] = []
 
@@ -219,6 +220,7 @@ def test_free_memory_less_the_margin_is_the_budget(tmp_path: Path, monkeypatch: 
     assert budgets == {None: int((64 * MIB + alive) * 0.8), 0.5: int(0.5 * int(128 * MIB * 0.8))}
 
 
+@pytest.mark.slow
 def test_what_draws_the_report_is_loaded_before_free_memory_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
