@@ -23,7 +23,6 @@ from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import (
-    ExternalRef,
     Geometry,
     OutputRef,
     TapeRef,
@@ -110,23 +109,32 @@ class Execution:
 
     def unpack(self, reference: Reference) -> Tensor:
         """The tensor for which the backward of an operation asks."""
-        n, number = reference.operation, reference.number
         if self.running is not None:
             return self._saved_meanwhile(reference)
+        n = reference.operation
         with self.lock:
-            if self.program.place[n] != self.position:
-                self.arrive(n)
+            if (target := self.program.place[n]) != self.position:
+                self._advance(target)
             if (tensor := reference.held) is not None:
                 if tensor._version != reference.version:
                     raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
                 return tensor
-            if (gone := self.released.get((n, number))) is not None:
+            number = reference.number
+            if self.released and (gone := self.released.get((n, number))) is not None:
                 storage, dtype, geometry = gone[0](), *gone[1:]
                 if storage is not None:  # read again by the same backward, while it lives
                     return tensor_in(storage, dtype, geometry)
-            source = self.saved[n][number].source
-            assert not isinstance(source, ExternalRef)
-            tensor = self._read(n, number, source)
+            place = self.saved[n][number]
+            source = place.source
+            if isinstance(source, OutputRef):
+                tensor = self._output(source)
+                if place.is_only and not self.steps[n].may_keep:
+                    if source.operation in self.program.released[n]:
+                        self.drop(source.operation)
+                    return tensor
+            else:
+                assert isinstance(source, TapeRef)
+                tensor = self._own(n, number)
             self._release(n, number, source, tensor)
             return tensor
 
@@ -141,12 +149,15 @@ class Execution:
             "Remedy: leave it out of the rewritten modules"
         )
 
-    def _read(self, n: int, number: int, source: OutputRef | TapeRef) -> Tensor:
-        if isinstance(source, TapeRef):
-            if number not in self.tapes.get(n, ()):
-                with self._recomputing():
-                    self.run_again(n, with_tape=True)
-            return self.tapes[n][number]
+    def _own(self, n: int, number: int) -> Tensor:
+        """A tensor of an operation's tape."""
+        if number not in self.tapes.get(n, ()):
+            with self._recomputing():
+                self.run_again(n, with_tape=True)
+        return self.tapes[n][number]
+
+    def _output(self, source: OutputRef) -> Tensor:
+        """A tensor in the storage of an operation's output."""
         outputs = self.steps[source.operation].outputs
         if self.values[outputs[0]] is None:
             with self._recomputing():
@@ -156,7 +167,7 @@ class Execution:
             leaf = tensors_of(self.values[slot] for slot in outputs)[source.leaf]
         if self.output_versions:
             self._check_output(source.operation)
-        return rebuilt(leaf, source.geometry)
+        return leaf if source.geometry is None else rebuilt(leaf, source.geometry)
 
     def _release(self, n: int, number: int, source: OutputRef | TapeRef, tensor: Tensor) -> None:
         """After the last read of a value by a backward it lives only as long as this backward."""
@@ -176,28 +187,30 @@ class Execution:
         if tensor.layout is torch.strided:
             self.released[n, number] = weakref.ref(tensor.untyped_storage()), tensor.dtype, geometry_of(tensor)
 
-    def is_at(self, n: int) -> bool:
-        """Whether the program has run up to the backward of `n`, and no further."""
-        return self.program.place[n] == self.position and self.running is None
-
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
-        target = self.program.place[n]
-        if target == self.position:
-            return
         with self.lock:
-            try:
-                if target < self.position:
-                    self._start_over()
-                before, recomputes = self.program.before, self.program.recomputes
-                while self.position < target:
-                    self.position += 1
-                    if parts := before[self.position]:
-                        self._follow(parts, recomputes=recomputes[self.position])
-            except BaseException:
-                self.forget()
-                self.position = len(self.program.backwards)  # whatever comes next starts over
-                raise
+            if (target := self.program.place[n]) != self.position:
+                self._advance(target)
+
+    def _advance(self, target: int) -> None:
+        program = self.program
+        try:
+            if target < self.position:
+                self._start_over()
+            while self.position < target:
+                self.position += 1
+                if not (parts := program.before[self.position]):
+                    continue
+                if program.recomputes[self.position]:
+                    with self._recomputing():  # once for all that runs here
+                        self._follow(parts)
+                else:
+                    self._follow(parts)
+        except BaseException:
+            self.forget()
+            self.position = len(program.backwards)  # whatever comes next starts over
+            raise
 
     def _start_over(self) -> None:
         self.forget()
@@ -211,25 +224,21 @@ class Execution:
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
 
-    def _follow(self, parts: tuple[Again | Instruction, ...], *, recomputes: bool) -> None:
-        """Recomputes and discards; a stretch of recomputations has its settings once."""
-        with self._recomputing() if recomputes else nullcontext():
-            for part in parts:
-                if isinstance(part, tuple):
-                    self._do(*part)
-                elif self._is_as_before(part):
-                    part.run(self.values)
+    def _follow(self, parts: tuple[Again | Instruction, ...]) -> None:
+        """Recomputes and discards."""
+        for part in parts:
+            if isinstance(part, tuple):
+                what, n = part
+                if what is Do.RUN_AGAIN:
+                    self.run_again(n, with_tape=self.steps[n].is_hooked)
+                elif what is Do.DROP:
+                    self.drop(n)
                 else:
-                    for instruction in part.instructions:
-                        self._do(*instruction)
-
-    def _do(self, what: Do, n: int) -> None:
-        if what is Do.RUN_AGAIN:
-            self.run_again(n, with_tape=self.steps[n].is_hooked)
-        elif what is Do.DROP:
-            self.drop(n)
-        else:
-            self.tapes.pop(n, None)
+                    self.tapes.pop(n, None)
+            elif self._is_as_before(part):
+                part.run(self.values)
+            else:
+                self._follow(part.instructions)
 
     def _is_as_before(self, stretch: Again) -> bool:
         """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""
@@ -333,9 +342,8 @@ class Execution:
 
     def forget(self) -> None:
         """Lets go of all that can be computed again."""
-        for step in self.steps:
-            for slot in step.outputs:
-                self.values[slot] = None
+        for slot in self.program.made:
+            self.values[slot] = None
         self.output_versions.clear()
         self.read.clear()
         self.released.clear()
@@ -374,7 +382,4 @@ def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) ->
 
 def unpack_reference(reference: Reference) -> Tensor:
     """The tensor in whose place autograd holds the reference."""
-    execution, tensor = reference.execution, reference.held
-    if tensor is not None and tensor._version == reference.version and execution.is_at(reference.operation):
-        return tensor  # most of them: parameters, of an operation that has begun
-    return execution.unpack(reference)
+    return reference.execution.unpack(reference)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..module_state.random_state import Draws, generators_in_use
+from ..module_state.random_state import Draws, drawn_from, generators_in_use
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry_of, storage_key, tensors_of
@@ -40,12 +40,35 @@ def run_forward(program: Program, values: list[Any], watch: Watch | None = None)
     return _Forward(Execution(program, values, watch)).run()
 
 
+class _Packing:
+    """Makes references of what autograd saves, which holds this, and nothing that holds the graph through it.
+
+    Attributes:
+        operation: Which one runs.
+        references: Of what it has saved.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution, self.operation = execution, -1
+        self.references: list[Reference] = []
+
+    def pack(self, tensor: Tensor) -> Reference:
+        """The reference in place of the tensor."""
+        references = self.references
+        reference = Reference(self.execution, self.operation, len(references), tensor, tensor._version)
+        references.append(reference)
+        return reference
+
+
 class _Forward:
     """What only the forward of an execution needs."""
 
     def __init__(self, execution: Execution) -> None:
         self.execution, self.program, self.values = execution, execution.program, execution.values
         is_known = len(self.program.learned) == len(self.program.hooked)
+        self.packing = _Packing(execution)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, unpack_reference)
+        self.generators = drawn_from(execution.kinds.devices)
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
@@ -94,13 +117,13 @@ class _Forward:
 
     def _leave_autograd(self) -> None:
         """From here on the table must not hold the autograd graph that holds the table."""
-        for step in self.program.steps:
-            for slot in step.outputs:
-                value = self.values[slot]
-                if value is not None:
-                    self.values[slot] = apart = leaf_of(value)
-                    if step.is_output:
-                        self.execution.output_versions[slot] = [t._version for t in tensors_of([apart])]
+        values = self.values
+        for slot in self.program.made:
+            if (value := values[slot]) is not None:
+                values[slot] = leaf_of(value)
+        for slot in self.program.returned:
+            if values[slot] is not None:
+                self.execution.output_versions[slot] = [t._version for t in tensors_of([values[slot]])]
         self.dormant.clear()
 
     def _run_first(self, n: int, contexts: ContextStack) -> None:
@@ -117,10 +140,10 @@ class _Forward:
         contexts.enter(step.contexts)
         if step.operation.is_random and not execution.kinds.is_fake:
             with generators_in_use:
-                draws = Draws(execution.kinds.devices, with_host=False)
+                draws = Draws(self.generators)
                 made, saved = self._call(n, step)
-                if draws.end():
-                    self.execution.draws[n] = draws
+                draws.end()
+                execution.draws[n] = draws
         else:
             made, saved = self._call(n, step)
         outputs = made[: len(step.outputs)]
@@ -147,21 +170,13 @@ class _Forward:
         """Runs an operation, and what autograd got of it where it is hooked."""
         if not step.is_hooked:
             return step.run(self.values), []
-        references: list[Reference] = []
-        execution = self.execution
-
-        def pack(tensor: Tensor) -> Reference:
-            reference = Reference(execution, n, len(references), tensor, tensor._version)
-            references.append(reference)
-            return reference
-
-        execution.running = n
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack_reference):
+        packing = self.packing
+        packing.operation = self.execution.running = n
+        with self.hooks:
             made = step.run(self.values)
-        execution.running = None
-        found = references.copy()
-        references.clear()  # autograd holds the pack hook, and it this list
-        return made, found
+        self.execution.running = None
+        references, packing.references = packing.references, []
+        return made, references
 
     def _place(self, n: int, references: list[Reference]) -> None:
         """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""

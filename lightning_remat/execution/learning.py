@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +38,9 @@ class Learning:
                 witnesses.setdefault(storage_key(t), (slot, k))
         owners = storage_owners(self.program.traced.operations, self.leaves, n)
         found: list[Place] = []
-        for tensor, source in zip(saved, classify(saved, owners, self.external), strict=True):
+        sources = classify(saved, owners, self.external)
+        saved_of = Counter(source.operation for source in sources if isinstance(source, OutputRef))
+        for tensor, source in zip(saved, sources, strict=True):
             witness = witnesses.get(storage_key(tensor))
             if not isinstance(source, OutputRef):
                 found.append(Place(source))
@@ -46,5 +49,5 @@ class Learning:
             else:
                 owner = self.program.steps[source.operation]
                 is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
-                found.append(Place(source, *witness, is_whole))
+                found.append(Place(source, *witness, is_whole, is_only=saved_of[source.operation] == 1))
         return tuple(found)

@@ -41,12 +41,14 @@ class Place:
         slot: For a tensor in an output's storage, a value that the operation reads or makes in the same storage.
         leaf: Which tensor of that value.
         is_whole: Whether that tensor is the output itself, and the saved one the same.
+        is_only: Whether its operation has saved no other one that lives in the same output.
     """
 
     source: Source
     slot: int = -1
     leaf: int = 0
     is_whole: bool = False
+    is_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class Program:
         traced: The operations.
         schedule: The actions.
         steps: One for each operation.
+        made: The places of all outputs.
+        returned: Those of outputs that the caller gets.
         num_slots: How many values there are; those of the placeholders come first.
         fetched: Values that the graph holds itself: slot and value.
         constants: How each is computed, and its slot.
@@ -148,6 +152,8 @@ class Program:
     traced: TracedModule
     schedule: Schedule
     steps: tuple[Step, ...]
+    made: tuple[int, ...]
+    returned: tuple[int, ...]
     num_slots: int
     fetched: tuple[tuple[int, Any], ...]
     constants: tuple[tuple[Run, int], ...]
@@ -216,6 +222,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         traced,
         schedule,
         steps,
+        tuple(slot for step in steps for slot in step.outputs),
+        tuple(slot for step in steps if step.is_output for slot in step.outputs),
         len(slot_of),
         tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants,

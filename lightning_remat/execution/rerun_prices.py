@@ -4,40 +4,48 @@ from __future__ import annotations
 
 import operator
 import time
+from dataclasses import replace
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import fx, nn
 
 from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import traced_graph
 from ..lowering import lower_kept
 from ..profiling.profiler import profile_call
+from ..schedules.graph import Graph, Node, fields_in
+from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
 from .forward import run_forward
 from .program import Program, compile_schedule
 
 _BLOCKS, _WIDTH = 40, 16
-_APART = 8
+_APART = 4
 """Blocks from one stretch to the next: right after one another they find the processor's caches warm, as in no step."""
 
-_LONG = 4
+_LONG = 2
 """Blocks of a long stretch."""
 
 _ROUNDS = 25
 
 
 class RerunPrices(NamedTuple):
-    """Processor time of the launching thread, that of the operations themselves left out.
+    """Processor time of the launching thread, that of the operations themselves left out; see `Node`.
 
     Attributes:
-        run: Of one recomputation.
-        stretch: Of a stretch of them, beside that.
+        rerun_price: Of one recomputation.
+        stretch_price: Of a stretch of them, beside that.
+        hook_price: Of an operation of whose saved values some are discarded.
     """
 
-    run: float
-    stretch: float
+    rerun_price: float
+    stretch_price: float
+    hook_price: float
 
 
 @cache
@@ -45,8 +53,8 @@ def rerun_prices() -> RerunPrices:
     """What the executor adds to the operations that it runs again, which is the host's work whatever the device.
 
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
-    recomputed alone, and with several blocks recomputed at once: what differs from the first, by how many runs and
-    stretches, tells both prices.
+    recomputed alone, of which one operation saves the output, or several do, and with several blocks recomputed at
+    once: what differs from the first, by how many runs, stretches and hooks, tells the prices.
     """
     values = [torch.ones(_WIDTH, _WIDTH, requires_grad=True)]
     values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
@@ -56,37 +64,45 @@ def rerun_prices() -> RerunPrices:
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
-    alone = [start + _ACTIVATION for start in starts]
     at_once = [n for start in starts for n in range(start, start + _LONG * size)]
-    again = [[], alone, at_once]
-    programs = [compile_schedule(traced, lower_kept(graph, {*range(count)} - {*runs}), graph) for runs in again]
+    again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], at_once]
+    schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
+    programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
     for program in programs:
         _seconds(program, values)  # what is learned in a first run
     rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
-    own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again]
     # Of differences within a round, as whatever else the machine does comes and goes.
-    one, several = (median(seconds[k] - seconds[0] for seconds in rounds) - own[k] for k in (1, 2))
-    run = max(0.0, (several - one) / (len(at_once) - len(alone)))
-    return RerunPrices(run, max(0.0, one / len(alone) - run))
+    more = [median(seconds[k] - seconds[0] for seconds in rounds) for k in range(1, len(programs))]
+    own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
+    counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules[1:]]
+    prices, _ = nnls(np.array(counts), np.array(more) - np.array(own))
+    return RerunPrices(*prices.tolist())
+
+
+def _count(graph: Graph, schedule: Schedule, price: str) -> float:
+    """How often a schedule pays a price."""
+    costs = dict.fromkeys((*fields_in("seconds", Node), *fields_in("price", Node)), 0.0) | {price: 1.0}
+    return simulate(replace(graph, nodes=tuple(replace(n, **costs) for n in graph.nodes)), schedule).recompute_seconds
 
 
 _NOTHING = nn.Identity()
 """The module of a graph that was written down and captured nowhere."""
 
 
-_PARAMETERS = ((_WIDTH,), (_WIDTH,), (_WIDTH, _WIDTH), (_WIDTH, _WIDTH))
-_ACTIVATION = 2
-"""Its place among the operations of a block."""
+_PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH)] * 4)
+_PROJECTION, _ACTIVATION = 1, 2
+"""Their places among the operations of a block."""
 
 
 def _transformer() -> fx.GraphModule:
     graph = fx.Graph()
     h, *weights = [graph.placeholder(f"v{k}") for k in range(1 + len(_PARAMETERS) * _BLOCKS)]
     for k in range(0, len(weights), len(_PARAMETERS)):
-        scale, shift, up, down = weights[k : k + len(_PARAMETERS)]
+        scale, shift, up, *downs = weights[k : k + len(_PARAMETERS)]
         inner = graph.call_function(nn.functional.layer_norm, (h, (_WIDTH,), scale, shift))
         inner = graph.call_function(nn.functional.gelu, (graph.call_function(nn.functional.linear, (inner, up)),))
-        h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, down))))
+        for down in downs:
+            h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, down))))
     graph.output((h,))
     return fx.GraphModule({}, graph)
 

@@ -75,7 +75,7 @@ class Stretches:
         for is_simple, group in groupby(before, lambda i: _is_simple(i, Do.RUN_AGAIN, plain)):
             instructions = tuple(group)
             again = [n for what, n in instructions if what is Do.RUN_AGAIN]
-            if is_simple:
+            if is_simple and again:
                 made = {p for n in again for p in self.traced.operations[n].outputs}
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
                 reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-_local = threading.local()
+
+class _Local(threading.local):
+    depth = 0  # of recomputations within each other
+
+
+_local = _Local()
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
 
@@ -21,7 +26,7 @@ def is_recomputing() -> bool:
     >>> is_recomputing()
     False
     """
-    return getattr(_local, "depth", 0) > 0
+    return _local.depth > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class Recomputing:
 
     def __enter__(self) -> None:
         """Sets what differs."""
-        _local.depth = getattr(_local, "depth", 0) + 1
+        _local.depth += 1
         self._was_enabled = torch.is_grad_enabled()
         if not self._was_enabled:
             _set_grad_enabled(True)

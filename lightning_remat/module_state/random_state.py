@@ -66,26 +66,25 @@ def preserved_random(*, with_torch: bool = True) -> AbstractContextManager[None]
     return RandomState.of_all(with_torch=with_torch).restored()
 
 
+def drawn_from(devices: Iterable[torch.device]) -> list[Source]:
+    """The generators from which operations of this thread draw: that of the CPU, and those of the devices."""
+    return getattr(_local, "drawn_from", device_generators)([HOST, *devices])
+
+
 class Draws:
     """The random numbers of one run of an operation.
 
     Args:
-        devices: Devices whose generators it may use besides the CPU's.
-        with_host: Whether it may use the generators of Python and numpy too.
+        sources: The generators that it may use.
     """
 
-    def __init__(self, devices: Iterable[torch.device], *, with_host: bool) -> None:
-        drawn_from = getattr(_local, "drawn_from", device_generators)
-        sources = [*drawn_from([HOST, *devices]), *(HOST_GENERATORS if with_host else ())]
+    def __init__(self, sources: Iterable[Source]) -> None:
         self._before = [(source, source.read()) for source in sources]
-        self._moved: list[tuple[Source, Any, Any]] = []
+        self._after: list[Any] = []
 
-    def end(self) -> bool:
-        """Notes which generators the run has moved; whether there are any."""
-        now = [(source, before, source.read()) for source, before in self._before]
-        self._moved = [(source, before, after) for source, before, after in now if not source.same(before, after)]
-        self._before.clear()
-        return bool(self._moved)
+    def end(self) -> None:
+        """The run has ended."""
+        self._after = [source.read() for source, _ in self._before]
 
     @contextmanager
     def replayed(self) -> Generator[None, None, None]:
@@ -94,13 +93,15 @@ class Draws:
         Raises:
             RuntimeError: The run inside drew others.
         """
+        states = [(*known, after) for known, after in zip(self._before, self._after, strict=True)]
+        moved = [(source, before, after) for source, before, after in states if not source.same(before, after)]
         with generators_in_use:
-            present = [(source, source.read()) for source, _, _ in self._moved]
+            present = [(source, source.read()) for source, _, _ in moved]
             try:
-                for source, before, _ in self._moved:
+                for source, before, _ in moved:
                     source.write(before)
                 yield
-                differ = [source.name for source, _, after in self._moved if not source.same(source.read(), after)]
+                differ = [source.name for source, _, after in moved if not source.same(source.read(), after)]
             finally:
                 for source, state in present:
                     source.write(state)

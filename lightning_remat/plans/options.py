@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import InfeasibleBudgetError
 from ..lowering import keep_everything
 from ..schedules.compiled import Flags, Floats, Ints
-from ..schedules.graph import Graph, Node
+from ..schedules.graph import Graph, Node, fields_in
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
 from .planner import plan
@@ -218,7 +218,7 @@ def _excess(peaks: Ints, budget_bytes: int) -> Ints:
 
 
 def _without_seconds(graph: Graph) -> Graph:
-    none = {"forward_seconds": 0.0, "backward_seconds": 0.0, "rerun_price": 0.0, "stretch_price": 0.0}
+    none = dict.fromkeys((*fields_in("seconds", Node), *fields_in("price", Node)), 0.0)
     nodes = (replace(node, **none) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
 

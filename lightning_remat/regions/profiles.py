@@ -36,8 +36,8 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
-            run, stretch = rerun_prices()
-            nodes = (replace(node, rerun_price=run, stretch_price=stretch) for node in graph.nodes)
+            prices = rerun_prices()._asdict()
+            nodes = (replace(node, **prices) for node in graph.nodes)
             graph = replace(graph, nodes=tuple(nodes))
         of_graph[key] = graph
     return of_graph[key]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, encode, graph_arrays
-from .compiled import Ints, Small, njit
+from .compiled import Flags, Ints, Small, njit
 from .gradients import gradient_levels
 from .graph import Graph
 from .schedule import Schedule
@@ -36,6 +36,7 @@ class Judge:
         self._fixed_bytes = graph.input_bytes + graph.static_bytes
         self._plain_seconds = [s for n in graph.nodes for s in (n.forward_seconds, n.backward_seconds)]
         self._rerun_seconds = np.array([n.forward_seconds + n.rerun_price for n in graph.nodes], np.float64)
+        self._hook_prices = np.array([n.hook_price for n in graph.nodes], np.float64)
         self._stretch_prices = np.array([n.stretch_price for n in graph.nodes], np.float64)
 
     def cost(self, schedule: Schedule) -> Cost:
@@ -51,6 +52,8 @@ class Judge:
         is_again[np.unique(runs, return_index=True)[1]] = False
         begins = is_again & ~np.concatenate([[False], is_again[:-1]])
         seconds: Any = [self._plain_seconds, self._rerun_seconds[nodes[is_again]], self._stretch_prices[nodes[begins]]]
+        if self._hook_prices.any():
+            seconds.append(self._hook_prices[_hooked(self._arrays, codes)])
         return Cost(peak_bytes, math.fsum(np.concatenate(seconds).tolist()))
 
 
@@ -106,6 +109,27 @@ def _peak(arrays: GraphArrays, levels: Ints, fixed_bytes: int, codes: Small) -> 
             if holders[released] == 0:
                 alive -= sizes[released]
     return int(peak)
+
+
+@njit
+def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
+    """Of which operations something that their backward reads goes between their first run and their backward."""
+    count = len(arrays.root)
+    first_run, output_gone, tape_gone = np.full(count, -1), np.full(count, -1), np.full(count, -1)  # at which action
+    found = np.zeros(count, np.bool_)
+    for at in range(len(codes)):
+        n, kind = codes[at] >> 2, codes[at] & 3
+        if kind == DISCARD:
+            output_gone[n] = at
+        elif kind == DISCARD_TAPE:
+            tape_gone[n] = at
+        elif kind == RUN:
+            first_run[n] = at if first_run[n] < 0 else first_run[n]
+        else:
+            found[n] = tape_gone[n] > first_run[n]
+            for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                found[n] = found[n] or output_gone[arrays.saved[k]] > first_run[n]
+    return found
 
 
 @njit

@@ -6,16 +6,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Final, Literal, cast
+from itertools import chain
+from typing import Any, Final, Literal, cast, get_args
 
 from .stored import reading
 
-Unit = Literal["bytes", "seconds"]
+Unit = Literal["bytes", "seconds", "price"]
 
 # What a field counts. Whatever holds of all bytes or of all seconds (that they are not negative, how they grow with the
 # batch) asks `fields_in` instead of naming fields, so that a new field cannot be forgotten.
 _BYTES: Final[Mapping[str, Unit]] = {"unit": "bytes"}
 _SECONDS: Final[Mapping[str, Unit]] = {"unit": "seconds"}
+_PRICE: Final[Mapping[str, Unit]] = {"unit": "price"}  # seconds of the host, whatever the batch
 
 
 @cache
@@ -40,8 +42,9 @@ class Node:
         forward_seconds: Time of one forward run.
         backward_seconds: Time of its backward.
         rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call.
-        stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it: the hook at which
-            it begins, the saved tensors that are handed over.
+        stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it.
+        hook_price: Seconds that it costs beside them where something that its backward reads is discarded in between:
+            hooks hand over what it saves.
         forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
         backward_workspace_bytes: Transient peak of the backward beyond its inputs and gradients.
         parameter_bytes: Bytes of the parameter gradients that appear with its backward.
@@ -70,8 +73,9 @@ class Node:
     tape_bytes: int = field(default=0, metadata=_BYTES)
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
     backward_seconds: float = field(default=0.0, metadata=_SECONDS)
-    rerun_price: float = 0.0
-    stretch_price: float = 0.0
+    rerun_price: float = field(default=0.0, metadata=_PRICE)
+    stretch_price: float = field(default=0.0, metadata=_PRICE)
+    hook_price: float = field(default=0.0, metadata=_PRICE)
     forward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     backward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     parameter_bytes: int = field(default=0, metadata=_BYTES)
@@ -198,11 +202,23 @@ class Graph:
         nodes = (replace(n, forward_seconds=n.forward_seconds + n.rerun_price, rerun_price=0.0) for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
-    def without_stretch_prices(self) -> Graph:
-        """This graph, itself where its stretches of recomputations cost nothing beside their runs."""
-        if not any(node.stretch_price for node in self.nodes):
+    def with_prices_of_runs(self) -> Graph:
+        """This graph with prices of single runs alone, for planners that know no others; itself where it has no others.
+
+        A run again has that of the hooks of all that save its output, which is too much where they save others that
+        are discarded, too.
+        """
+        if not any(node.stretch_price or node.hook_price for node in self.nodes):
             return self
-        return replace(self, nodes=tuple(replace(node, stretch_price=0.0) for node in self.nodes))
+        prices = [node.rerun_price for node in self.nodes]
+        for node in self.nodes:
+            for i in node.saved:
+                prices[i] += node.hook_price
+        nodes = (
+            replace(node, rerun_price=price, stretch_price=0.0, hook_price=0.0)
+            for node, price in zip(self.nodes, prices, strict=True)
+        )
+        return replace(self, nodes=tuple(nodes))
 
     def with_seconds_of(self, other: Graph, factor: float = 1.0) -> Graph:
         """This graph with the seconds of `other`, a profile of the same module, scaled by `factor`.
@@ -220,8 +236,7 @@ class Graph:
                 a,
                 forward_seconds=b.forward_seconds * factor,
                 backward_seconds=b.backward_seconds * factor,
-                rerun_price=b.rerun_price,
-                stretch_price=b.stretch_price,
+                **{price: getattr(b, price) for price in fields_in("price", Node)},
             )
             for a, b in zip(self.nodes, other.nodes, strict=True)
         )
@@ -281,7 +296,7 @@ def _check_node(node: Node, index: int) -> None:
         for i in indices:
             if not 0 <= i < limit:
                 raise ValueError(f"{where}: {label} names node {i}, which does not stand before it")
-    for label in (*fields_in("bytes", Node), *fields_in("seconds", Node), "rerun_price", "stretch_price"):
+    for label in chain.from_iterable(fields_in(unit, Node) for unit in get_args(Unit)):
         cost = getattr(node, label)
         if cost is not None and not cost >= 0:
             raise ValueError(f"{where}: {label} is {cost}, but a cost is not negative")

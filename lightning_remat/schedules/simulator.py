@@ -21,7 +21,7 @@ class Simulation:
     Attributes:
         peak_bytes: The most memory alive at any moment: the maximum of `memory_bytes`.
         seconds: Time of all forward runs and backwards.
-        recompute_seconds: The part of it that goes into second and later runs of a node.
+        recompute_seconds: The part of it that goes into second and later runs of a node, their stretches and hooks.
         memory_bytes: The timeline: the most alive during each action.
         action_seconds: Time of each action; none for a discard.
     """
@@ -108,7 +108,12 @@ class Replay(GradientMemory):
         self.output: list[int | None] = [None] * count  # storage of the resident output
         self.tape = [False] * count
         self.has_run = [False] * count
+        self.is_saved = [True] * count  # whether all that its backward reads has been there since its first run
         self.is_done = [False] * count
+        self.savers: list[list[int]] = [[] for _ in graph.nodes]  # whose backward reads an output
+        for n, node in enumerate(graph.nodes):
+            for i in node.saved:
+                self.savers[i].append(n)
         self.pending_users = [len(u) for u in graph.users]
         self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
         self.is_backward = False
@@ -182,6 +187,9 @@ class Replay(GradientMemory):
         most = self.alive
         self.output[n] = None
         self.release(storage)
+        for m in self.savers[n]:
+            if self.has_run[m]:
+                self.is_saved[m] = False
         return most
 
     def discard_tape(self, position: int, n: int) -> int:
@@ -189,7 +197,7 @@ class Replay(GradientMemory):
             has_tape = self.graph.nodes[n].tape_bytes > 0
             raise self.error(position, "its tape is not resident" if has_tape else "it has no tape")
         most = self.alive
-        self.tape[n] = False
+        self.tape[n] = self.is_saved[n] = False
         self.alive -= self.graph.nodes[n].tape_bytes
         return most
 
@@ -217,7 +225,9 @@ class Replay(GradientMemory):
         if n in self.held_output:
             self.release(self.held_output.pop(n))
         self.is_running_again = False
-        self.seconds.append(node.backward_seconds)
+        hook_price = 0.0 if self.is_saved[n] else node.hook_price
+        self.recompute_seconds.append(hook_price)
+        self.seconds.append(node.backward_seconds + hook_price)
         return most
 
     def begin_backward(self) -> int:

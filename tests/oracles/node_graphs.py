@@ -68,6 +68,14 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
 
 
 def priced(graph: Graph, rng: random.Random) -> Graph:
-    """Recomputations and stretches of them cost something beside their kernels."""
-    nodes = (replace(n, rerun_price=rng.choice([0.0, 1.0]), stretch_price=rng.choice([0.0, 5.0])) for n in graph.nodes)
+    """Recomputations, stretches of them and hooks cost something beside their kernels."""
+    nodes = (
+        replace(
+            n,
+            rerun_price=rng.choice([0.0, 1.0]),
+            stretch_price=rng.choice([0.0, 5.0]),
+            hook_price=rng.choice([0.0, 2.0]),
+        )
+        for n in graph.nodes
+    )
     return replace(graph, nodes=tuple(nodes))

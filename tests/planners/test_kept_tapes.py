@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_remat import Graph, Node, simulate
 from lightning_remat.planners._auto.tapes import with_tapes_kept
 from lightning_remat.planners.auto import plan_auto
-from lightning_remat.schedules.schedule import Schedule
+from lightning_remat.schedules.schedule import Action, Schedule
 
 
 def _norms(tapes: tuple[int, ...]) -> Graph:
@@ -30,14 +30,9 @@ def _norms(tapes: tuple[int, ...]) -> Graph:
 
 
 def _discarded_early(schedule: Schedule) -> set[int]:
-    done: set[int] = set()
-    found: set[int] = set()
-    for kind, n in schedule:
-        if kind == "B":
-            done.add(n)
-        elif kind == "T" and n not in done:
-            found.add(n)
-    return found
+    """The operations whose tape goes before their backward."""
+    first = list(schedule).index
+    return {n for kind, n in schedule if kind == "T" and first(Action("T", n)) < first(Action("B", n))}
 
 
 def test_small_tapes_stay_and_large_ones_go() -> None:

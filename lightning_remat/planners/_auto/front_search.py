@@ -79,12 +79,12 @@ def _share(num_nodes: int) -> float:
 class FrontBuilder:
     """The parts of the search, which share the front, the effort and a watcher.
 
-    What a stretch of recomputations costs no window tells: states are found without it, and chosen from by what they
-    cost with it.
+    What stretches of recomputations and hooks cost no window tells: states are found by the prices of single runs, and
+    chosen from by what they cost with all.
     """
 
     def __init__(self, graph: Graph, progress: SearchProgress, effort: float = 1.0) -> None:
-        self.priced_graph, graph = graph, graph.without_stretch_prices()
+        self.priced_graph, graph = graph, graph.with_prices_of_runs()
         self.graph, self.problem, self.progress = graph, pack(graph), progress
         self.front, self.priced = Front(graph, self.problem), Front(self.priced_graph, self.problem)
         self.is_deep = len(graph.nodes) > constants.DEEP_NODES
@@ -118,7 +118,7 @@ class FrontBuilder:
                     self.front.offer_schedule(peak, seconds, schedule)
 
     def priced_front(self) -> Front:
-        """What was found, with stretches priced."""
+        """What was found, with stretches and hooks priced."""
         if self.priced_graph is self.graph:
             return self.front
         self.priced.offer_all(self.front)
