@@ -236,7 +236,7 @@ class Execution:
                 else:
                     self.tapes.pop(n, None)
             elif self._is_as_before(part):
-                part.run(self.values)
+                part.run(self.values, self.tapes)
             else:
                 self._follow(part.instructions)
 

@@ -23,7 +23,7 @@ from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry
 from .executor import Execution, Reference, Watch, arrive_before, unpack_reference
 from .instructions import Do
 from .learning import Learning
-from .program import Place, Program, SlotOf, Step
+from .program import Place, Program, SlotOf
 
 _OUTSIDE = Place(ExternalRef())
 _BACKWARD = -1  # holds a tensor in place of an operation
@@ -69,6 +69,7 @@ class _Forward:
         self.packing = _Packing(execution)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, unpack_reference)
         self.generators = drawn_from(execution.kinds.devices)
+        self.draws: Draws | None = None  # of the operation that runs
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
@@ -87,7 +88,7 @@ class _Forward:
                 for part in program.forward if is_watched else program.stretches:
                     if callable(part):
                         contexts.enter(())
-                        part(values)
+                        part(values, self.execution.tapes, self)
                         continue
                     what, n = part
                     if what is Do.RUN:
@@ -107,6 +108,7 @@ class _Forward:
                             learns.note(n)
             self._leave_autograd()
         except BaseException:
+            self._stop()
             self.execution.forget()
             raise
 
@@ -138,14 +140,8 @@ class _Forward:
             if m == n:
                 execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
         contexts.enter(step.contexts)
-        if step.operation.is_random and not execution.kinds.is_fake:
-            with generators_in_use:
-                draws = Draws(self.generators)
-                made, saved = self._call(n, step)
-                draws.end()
-                execution.draws[n] = draws
-        else:
-            made, saved = self._call(n, step)
+        self.begin(n)
+        made = step.run(values)
         outputs = made[: len(step.outputs)]
         if self.program.revived:
             self._wake(n, outputs)
@@ -159,24 +155,40 @@ class _Forward:
             values[slot] = value
         if learns is not None:
             learns.note(n)
-        if step.is_hooked:
-            self._place(n, saved)
-        if step.is_announced and not saved:
-            self._announce(n, tensors_of(outputs))
+        self.end(n)
         if self.execution.watch is not None:
             self.execution.watch.ended(step.operation.name, list(outputs), is_first=True)
 
-    def _call(self, n: int, step: Step) -> tuple[tuple[Any, ...], list[Reference]]:
-        """Runs an operation, and what autograd got of it where it is hooked."""
-        if not step.is_hooked:
-            return step.run(self.values), []
-        packing = self.packing
-        packing.operation = self.execution.running = n
-        with self.hooks:
-            made = step.run(self.values)
-        self.execution.running = None
+    def begin(self, n: int) -> None:
+        """What operation n saves and draws is noted from here on."""
+        self.packing.operation = n
+        if self.program.steps[n].operation.is_random and not self.execution.kinds.is_fake:
+            generators_in_use.acquire()
+            self.draws = Draws(self.generators)
+        if self.program.steps[n].is_hooked:
+            self.execution.running = n
+            self.hooks.__enter__()
+
+    def end(self, n: int) -> None:
+        """Operation n has run; its inputs and outputs are in the table."""
+        references, step = self._stop(), self.program.steps[n]
+        if step.is_hooked:
+            self._place(n, references)
+        if step.is_announced and not references:
+            self._announce(n, tensors_of(self.values[slot] for slot in step.outputs))
+
+    def _stop(self) -> list[Reference]:
+        """Nothing more is noted; the references that autograd got."""
+        packing, execution = self.packing, self.execution
+        if execution.running is not None:
+            self.hooks.__exit__(None, None, None)
+            execution.running = None
+        if self.draws is not None:
+            self.draws.end()
+            execution.draws[packing.operation], self.draws = self.draws, None
+            generators_in_use.release()
         references, packing.references = packing.references, []
-        return made, references
+        return references
 
     def _place(self, n: int, references: list[Reference]) -> None:
         """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""

@@ -94,7 +94,8 @@ class Step:
         is_output: Whether the caller gets what it makes.
         is_repeated: Whether the schedule runs it more than once.
         contexts: Those in which all of it was recorded.
-        is_plain: Whether a first run is nothing but the call.
+        is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
+        is_attended: Whether the executor must know of the beginning and the end of a first run.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
         is_conditional: Whether a recomputation must look at what it reads from outside.
         may_keep: Whether its backward may read inputs that it did not save.
@@ -115,6 +116,7 @@ class Step:
     is_repeated: bool
     contexts: tuple[Context, ...]
     is_plain: bool
+    is_attended: bool
     is_plain_again: bool
     is_conditional: bool
     may_keep: bool
@@ -228,7 +230,11 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants,
         lines.forward,
-        stretches.of_forward(lines.forward, {n for n, step in enumerate(steps) if step.is_plain}),
+        stretches.of_forward(
+            lines.forward,
+            {n for n, step in enumerate(steps) if step.is_plain},
+            {n for n, step in enumerate(steps) if step.is_attended},
+        ),
         order.backwards,
         tuple(
             stretches.of_backward(instructions, again, lambda n: steps[n].external, hooked) for instructions in gathered
@@ -310,7 +316,6 @@ def _step(
     effects = tuple(slot_of[p] for p in effect_outputs(operation))
     is_output = n in traced.outputs
     contexts = common_contexts(operation.parts)
-    is_special = is_hooked or is_announced or is_output or operation.is_random or bool(kept or effects or contexts)
     return Step(
         operation,
         compile_operation(operation, slot_of, is_first=True),
@@ -326,7 +331,8 @@ def _step(
         is_output,
         is_repeated,
         contexts,
-        not is_special,
+        not (is_output or kept or effects or contexts),
+        is_hooked or is_announced or operation.is_random,
         not (is_output or operation.is_random or kept or contexts),
         bool(external),
         any(map(may_keep_what_it_reads, operation.parts)),

@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 from functools import cache
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 from torch import fx, nn
 
 from ..capture.dynamo import CapturedGraph, forward_of
@@ -75,8 +75,8 @@ def rerun_prices() -> RerunPrices:
     more = [median(seconds[k] - seconds[0] for seconds in rounds) for k in range(1, len(programs))]
     own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules[1:]]
-    prices, _ = nnls(np.array(counts), np.array(more) - np.array(own))
-    return RerunPrices(*prices.tolist())
+    prices: list[float] = cast(Any, optimize).nnls(np.array(counts), np.array(more) - np.array(own))[0].tolist()
+    return RerunPrices(*prices)
 
 
 def _count(graph: Graph, schedule: Schedule, price: str) -> float:

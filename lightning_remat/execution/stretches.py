@@ -8,8 +8,8 @@ from itertools import groupby
 
 from torch import fx
 
-from ..operations.evaluation import Stretch, compile_stretch
-from ..operations.operation import Operation, TracedModule
+from ..operations.evaluation import Item, Stretch, TapeOf, compile_stretch
+from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
 
 
@@ -43,17 +43,20 @@ class Stretches:
     def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> None:
         self.traced, self.slot_of = traced, slot_of
 
-    def of_forward(self, forward: Iterable[Instruction], plain: Collection[int]) -> tuple[Stretch | Instruction, ...]:
+    def of_forward(
+        self, forward: Iterable[Instruction], plain: Collection[int], attended: Collection[int]
+    ) -> tuple[Stretch | Instruction, ...]:
         """The instructions of a forward in which nothing is watched.
 
         Args:
             forward: The instructions, one by one.
             plain: The operations whose first runs are nothing but their calls.
+            attended: Those of them of which the executor must know the beginning and the end.
         """
         found: list[Stretch | Instruction] = []
         for is_simple, group in groupby(forward, lambda i: _is_simple(i, Do.RUN, plain)):
             instructions = tuple(group)
-            found += [self._compiled(instructions, is_first=True)] if is_simple else instructions
+            found += [self._compiled(instructions, is_first=True, attended=attended)] if is_simple else instructions
         return tuple(found)
 
     def of_backward(
@@ -92,18 +95,23 @@ class Stretches:
                 found += instructions
         return tuple(found)
 
-    def _compiled(self, instructions: Sequence[Instruction], *, is_first: bool) -> Stretch:
-        items: list[Operation | fx.Node | int] = []
+    def _compiled(
+        self, instructions: Sequence[Instruction], *, is_first: bool, attended: Collection[int] = ()
+    ) -> Stretch:
+        items: list[Item] = []
         for what, n in instructions:
             if what is Do.COMPUTE:
                 items.append(self.traced.constants[n])
             elif what is Do.DROP:
                 items += [self.slot_of[p] for p in self.traced.operations[n].outputs]
+            elif what is Do.DROP_TAPE:
+                items.append(TapeOf(n))
             else:
                 items.append(self.traced.operations[n])
-        return compile_stretch(items, self.slot_of, is_first=is_first)
+        numbers = {self.traced.operations[n].name: n for n in attended}
+        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers)
 
 
 def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:
     what, n = instruction
-    return what in (Do.COMPUTE, Do.DROP) or (what is run and n in plain)
+    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE) or (what is run and n in plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,8 +25,34 @@ class Values(Protocol):
 Run = Callable[[Values], tuple[Any, ...]]
 """Runs an operation: the values of its outputs, those of its effects included in a first run."""
 
-Stretch = Callable[[list[Any]], None]
-"""Runs operations on the table of values, and puts there what is read later."""
+
+class Attendant(Protocol):
+    """Is told when an operation begins of which more than its outputs is wanted, and when it has ended."""
+
+    def begin(self, n: int, /) -> None: ...
+
+    def end(self, n: int, /) -> None: ...
+
+
+class Stretch(Protocol):
+    """Runs operations on the table of values, and puts there what is read later; lets go of tapes."""
+
+    def __call__(self, values: list[Any], tapes: dict[int, Any], attendant: Attendant | None = None, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TapeOf:
+    """The tape of an operation, to let go of.
+
+    Attributes:
+        number: That of the operation.
+    """
+
+    number: int
+
+
+Item = Operation | fx.Node | int | TapeOf
+"""Of a stretch: an operation to run, a constant (a node without tensors) to compute, a slot or a tape to let go of."""
 
 
 def slots(traced: TracedModule) -> dict[fx.Node, int]:
@@ -77,19 +104,24 @@ def compile_constant(node: fx.Node, slot_of: Mapping[fx.Node, int]) -> Run:
 
 
 def compile_stretch(
-    stretch: Iterable[Operation | fx.Node | int], slot_of: Mapping[fx.Node, int], *, is_first: bool
+    stretch: Iterable[Item],
+    slot_of: Mapping[fx.Node, int],
+    *,
+    is_first: bool,
+    attended: Mapping[str, int],
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
 
-    What is made and let go of within the stretch never enters the table of values.
+    What is made and let go of within the stretch enters the table of values only where an attended operation sees it.
 
     Args:
-        stretch: In order: operations to run, constants (nodes without tensors) to compute, and the slots of values that
-            nobody reads any more.
+        stretch: In order; slots and tapes of which nobody reads any more.
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
+        attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
     """
     stretch = list(stretch)
+    seen = {n for item in stretch if isinstance(item, Operation) and item.name in attended for n in _seen_by(item)}
     last_drop = {item: position for position, item in enumerate(stretch) if isinstance(item, int)}
     writer = _Writer(slot_of)
     body: list[str] = []
@@ -97,10 +129,15 @@ def compile_stretch(
         if isinstance(item, int):
             body.append(writer.forget(item))
             continue
+        if isinstance(item, TapeOf):
+            body.append(f"tapes.pop({item.number}, None)")
+            continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
             parts = [p for p in parts if p not in item.effects]
             writer.scratch = only_written(item)
+        number = attended.get(item.name) if isinstance(item, Operation) else None
+        body += [] if number is None else [f"attendant.begin({number})"]
         body += [line for part in parts for line in writer.lines(part)]
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
@@ -108,9 +145,14 @@ def compile_stretch(
         if not is_first:
             cut = writer.constant(leaf_of)
             body += [f"{t} = {cut}({t})" for t in (writer.locals[n] for n in outputs)]
-        staying = [n for n in outputs if last_drop.get(slot_of[n], -1) < position]
-        body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in staying]
+        writer.tabled |= {n for n in outputs if n in seen or last_drop.get(slot_of[n], -1) < position}
+        body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in outputs if n in writer.tabled]
+        body += [] if number is None else [f"attendant.end({number})"]
     return writer.function(body or ["pass"], "stretch")
+
+
+def _seen_by(operation: Operation) -> set[fx.Node]:
+    return {*operation.outputs, *(i for part in operation.parts for i in part.all_input_nodes)}
 
 
 def _compiled(
@@ -140,17 +182,19 @@ class _Writer:
         self.locals: dict[fx.Node, str] = {}
         self.num_locals = 0
         self.scratch: frozenset[fx.Node] = frozenset()
+        self.tabled: set[fx.Node] = set()  # of the local ones, what is in the table too
 
-    def function(self, body: list[str], name: str) -> Callable[[Any], Any]:
-        """The function of a table of values that consists of these lines."""
-        source = "\n".join(["def run(v):", *(f"    {line}" for line in body)])
+    def function(self, body: list[str], name: str) -> Callable[..., Any]:
+        """The function of a table of values, of tapes and of an attendant that consists of these lines."""
+        source = "\n".join(["def run(v, tapes=None, attendant=None):", *(f"    {line}" for line in body)])
         exec(compile(source, f"<{name}>", "exec"), self.namespace)
         return self.namespace["run"]
 
     def forget(self, slot: int) -> str:
         """The line that lets go of a value."""
         local = next((n for n in self.locals if self.slot_of.get(n) == slot), None)
-        return f"v[{slot}] = None" if local is None else f"del {self.locals.pop(local)}"
+        gone = [] if local is None else [f"del {self.locals.pop(local)}"]
+        return "; ".join(gone if local is not None and local not in self.tabled else [*gone, f"v[{slot}] = None"])
 
     def lines(self, n: fx.Node) -> Iterable[str]:
         """The call, within its contexts."""

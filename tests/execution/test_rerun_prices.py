@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_remat import Plan, rematerialize
 from lightning_remat.execution.rerun_prices import rerun_prices
+from lightning_remat.execution.rewriter import programs_in
 
 
 def test_recomputations_and_their_stretches_cost_something() -> None:
@@ -20,7 +21,7 @@ def test_recomputations_and_their_stretches_cost_something() -> None:
 def test_a_plan_knows_them() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, stretch = rerun_prices()
+    run, stretch, hook = rerun_prices()
     seen: set[int] = set()
     runs = stretches = 0
     is_running_again = False
@@ -31,8 +32,11 @@ def test_a_plan_knows_them() -> None:
             is_running_again = is_again
             seen.add(n)
     own = sum(plan.graph.nodes[n].forward_seconds for n in _again(plan))
+    (program,) = programs_in(module)
     assert stretches
-    assert plan.simulation.recompute_seconds == pytest.approx(own + runs * run + stretches * stretch)
+    assert program.hooked
+    prices = runs * run + stretches * stretch + len(program.hooked) * hook
+    assert plan.simulation.recompute_seconds == pytest.approx(own + prices)
 
 
 def _again(plan: Plan) -> list[int]:

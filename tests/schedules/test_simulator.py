@@ -52,6 +52,18 @@ def test_recomputations_have_their_prices_and_so_has_each_stretch_of_them() -> N
     assert twice.action_seconds[7:10] == (1.5, 0.0, 1.5)
 
 
+def test_hooks_have_their_price_where_something_that_is_read_goes_in_between() -> None:
+    graph = replace(chain(), nodes=tuple(replace(node, hook_price=10.0**n) for n, node in enumerate(chain().nodes)))
+    assert [node.saved for node in graph.nodes] == [(0,), (1,), (2,)]
+    plain = simulate(graph, Schedule.parse("F0 F1 F2 B2 D2 B1 D1 B0 D0"))
+    assert plain.recompute_seconds == 0
+    one = simulate(graph, Schedule.parse("F0 F1 D0 F2 B2 D2 B1 D1 F0 B0 D0"))
+    assert one.recompute_seconds == 1 + 1
+    assert one.action_seconds[9] == 2 + 1  # with the backward of which the hooks are
+    again = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 B2 D2 F0 F1 D0 B1 D1 F0 B0 D0"))
+    assert again.recompute_seconds == 3 + 1 + 10, "however often it goes"
+
+
 @pytest.mark.parametrize(
     ("text", "position", "reason"),
     [
