@@ -172,6 +172,11 @@ class CandidateSearch:
         """A step ran out of memory; by how much is not known."""
         self.leave_room(_TIGHTER if self.tight == 1.0 else _MUCH_TIGHTER)
 
+    def loosen(self) -> None:
+        """What is planned for since a step ran out of memory leaves room."""
+        self.tight = (1 + self.tight) / 2
+        self.trials, self.steps = {}, {}
+
     def leave_gaps(self, num_bytes: int) -> None:
         """From here on at least so many bytes of the budget are not planned for."""
         self.gaps_bytes = max(self.gaps_bytes, num_bytes)

@@ -37,8 +37,8 @@ from .trial import (
 
 logger = logging.getLogger(__name__)
 
-MOST_STEPS = 6
-"""Real training steps that a search runs at most."""
+MOST_STEPS = 8
+"""Real training steps that a search runs at most; two less where none runs out of memory, which tells little."""
 
 _MOST_REPLAYS = 4
 """Choices that are looked at for gaps before one is executed."""
@@ -76,7 +76,10 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     good: Result | None = None
     measured: int | None = None
     executed: dict[int, int] = {}
+    tries = _MOST_TRIES - 1
     for number in range(_MOST_TRIES):
+        if number == tries:
+            break
         try:
             choice = first_choice(trial, search, may_grow=not number) if good is None else trial.share(search.choose)
         except InfeasibleBudgetError:
@@ -99,31 +102,36 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
             search.recount(_free_bytes(trial))
             search.tighten()
+            tries = _MOST_TRIES
             continue
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
             # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
-            search.correct(measured - max(step.timeline.memory_bytes), size)
+            search.correct(_excess(trial, settings, step, measured), size)
         if measured <= choice.budget_bytes or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             budget = max(measured, choice.budget_bytes)
             num_steps = (number + 1) * STEPS_PER_TRIAL
             plain = search.plain_peak(size)
-            kept = _reservation(trial, step).within().most_reserved_bytes if counts_memory(trial.device) else None
+            kept = _reserved_bytes(trial, step) if counts_memory(trial.device) else None
             found = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason, kept)
-            leaves_room = measured < _NEARLY * step.predicted_peak_bytes
-            if lowest or good is not None or not (leaves_room and (step.num_recomputed or size != largest)):
+            is_tight = search.tight < 1 and measured < _NEARLY * choice.budget_bytes
+            leaves_room = is_tight or measured < _NEARLY * step.predicted_peak_bytes
+            may_grow = leaves_room and (step.num_recomputed or size != largest)
+            if lowest or not may_grow or (good is not None and not is_tight):
                 return found, modules
             good = found
+            if is_tight:
+                search.loosen()
         uninstall(modules)
         search.recount(_free_bytes(trial))
-        if good is None and number + 2 == _MOST_TRIES:
+        if good is None and number + 2 == tries:
             search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
         return good, install(trial, good.batch_size, good.step)
     needed = "more than the device has" if measured is None else format_bytes(measured)
     raise InfeasibleBudgetError(
-        f"the planned step was executed {_MOST_TRIES} times and exceeded the budget each time, the last time at "
+        f"the planned step was executed {tries} times and exceeded the budget each time, the last time at "
         f"{needed}: raise memory_budget",
         minimum_bytes=math.inf if measured is None else measured,
     )
@@ -203,6 +211,18 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
 
 def _reservation(trial: Trial, step: StepPlan) -> Reservation:
     return Reservation.of(step, trial.held())
+
+
+def _reserved_bytes(trial: Trial, step: StepPlan) -> int:
+    return _reservation(trial, step).within().most_reserved_bytes
+
+
+def _excess(trial: Trial, settings: Settings, step: StepPlan, measured: int) -> int:
+    """What was measured beyond what is predicted: on a device it has gaps in it, which are predicted by themselves."""
+    predicted = most = max(step.timeline.memory_bytes)
+    if settings.counts_scratch and counts_memory(trial.device):
+        most = max(predicted, _reserved_bytes(trial, step))
+    return max(measured - most, min(0, measured - predicted))
 
 
 def _has_lower_floor(model: StepModel, size: int) -> bool:

@@ -179,6 +179,28 @@ def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
     assert 2 < result.num_steps <= 6
 
 
+@pytest.mark.slow
+def test_after_a_step_that_ran_out_of_memory_the_size_comes_near_to_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: PlainTrial, batch_size: int, *, with_scratch: bool) -> int:
+        tried.append(batch_size)
+        needed = int(1.2 * true_measure(self, batch_size, with_scratch=with_scratch))
+        if needed > 2**20:
+            raise torch.OutOfMemoryError("out of memory")
+        return needed
+
+    tried: list[int] = []
+    true_measure = PlainTrial.measure
+    monkeypatch.setattr(PlainTrial, "measure", measure)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sigmoid()) for _ in range(6)))
+    arguments: dict[str, Any] = {"memory_budget": "1MiB", "max_batch_size": 10000}
+    result = find_batch_size(net, torch.randn(4, 16), lambda x: net(x).sum(), planner="periodic", **arguments)
+    restore(net)
+    assert result.batch_size < tried[0], "which ran out of memory"
+    assert result.measured_peak_bytes is not None
+    assert 0.9 * 2**20 < result.measured_peak_bytes <= 2**20
+    assert result.num_steps <= 8
+
+
 class Data(LightningDataModule):
     """A datamodule without the attribute."""
 

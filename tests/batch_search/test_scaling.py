@@ -19,9 +19,9 @@ OTHER_SIZES = (5, 16)
 
 
 @pytest.mark.parametrize("kind", [Node, Graph])
-@pytest.mark.parametrize("unit", ["bytes", "seconds"])
+@pytest.mark.parametrize("unit", ["bytes", "seconds", "price"])
 def test_every_field_says_what_it_counts(kind: type[Node | Graph], unit: str) -> None:
-    """A new field of bytes or seconds is told by its name here, and by its metadata everywhere else."""
+    """A new field of bytes, seconds or prices is told by its name here, and by its metadata everywhere else."""
     named = tuple(f.name for f in fields(kind) if f.name.endswith(f"_{unit}"))
     assert fields_in(unit, kind) == named
 
