@@ -165,9 +165,3 @@ def has_several_backwards(outputs: Iterable[Tensor]) -> bool:
     """Whether more than one operation lies between the outputs and what they were made from."""
     functions = [t.grad_fn for t in outputs if t.grad_fn is not None]
     return any(below.next_functions for f in functions for below, _ in f.next_functions if below is not None)
-
-
-def empty_probe(device: torch.device) -> GradientProbe:
-    """A probe that takes what any takes beside the backward that it runs: that of a view of one number."""
-    x = torch.zeros((), device=device, requires_grad=True)
-    return GradientProbe([x.view_as(x)], [x])

@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, stora
 from ..schedules.graph import Graph, Node
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
-from .gradient_probe import GradientProbe, SavedStore, empty_probe, has_several_backwards
+from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
 
@@ -325,19 +325,30 @@ class _Profiler:
         """Seconds of a backward of operation n, and of one of nothing there."""
         inputs: dict[fx.Node, Any] = {}
         watch, beside = Stopwatch(self.device), Stopwatch(self.device)
-        # By hooks, since PyTorch refuses tensors that were changed in place, though no step may ask for this backward.
-        values, store = self.runs.run(n, inputs)
-        probe = empty_probe(self.device)
+        x = torch.zeros((), device=self.device, requires_grad=True)
+        nothing = _backward([x.view_as(x)], [x])
         with beside:
-            probe.run()
-        if any(t.requires_grad for t in tensors_of(values)):
-            inner, own = self.runs.made_tensors(inputs), self.runs.own_tensors(n)
-            probe = self._probe(n, values, [t for t, _ in inner] + own)
+            nothing()
+        values = self.runs.run_timed(n, inputs, None)
+        outputs = [t for t in tensors_of(values) if t.requires_grad]
+        targets = [t for t, _ in self.runs.made_tensors(inputs)] + self.runs.own_tensors(n)
+        backward = _backward(outputs, targets)
+        if any(t._version for t in outputs):
+            # PyTorch refuses tensors that were changed in place, though no step may ask for this backward: by hooks.
+            values, store = self.runs.run(n, inputs)
+            backward = self._probe(n, values, targets).run
             store.hand_over()
+        if outputs:
             with watch:
-                probe.run()
+                backward()
         self.runs.keep(n, values)
         return watch.seconds, beside.seconds
+
+
+def _backward(outputs: list[Tensor], targets: list[Tensor]) -> Callable[[], object]:
+    """What runs the backward of some outputs, each with a gradient of its own."""
+    gradients = [torch.ones_like(t) for t in outputs]
+    return partial(torch.autograd.grad, outputs, targets, gradients, allow_unused=True)
 
 
 _TIMING_SECONDS = 10.0  # after which no further pass over the operations begins
