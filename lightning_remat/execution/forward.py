@@ -230,8 +230,10 @@ class _Forward:
 
     def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
         """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""
-        owner = tensors_of(self.values[slot] for slot in self.program.steps[source.operation].outputs)
         geometry = None if tensor.layout is not torch.strided else geometry_of(tensor)
+        if geometry is not None and geometry == source.geometry:
+            return place
+        owner = tensors_of(self.values[slot] for slot in self.program.steps[source.operation].outputs)
         if source.leaf < len(owner) and geometry == geometry_of(owner[source.leaf]):
             geometry = None
         if geometry == source.geometry:
