@@ -330,7 +330,7 @@ class _Profiler:
         with beside:
             nothing()
         values = self.runs.run_timed(n, inputs, None)
-        outputs = [t for t in tensors_of(values) if t.requires_grad]
+        outputs = [t for t in tensors_of(values) if t.grad_fn is not None]
         targets = [t for t, _ in self.runs.made_tensors(inputs)] + self.runs.own_tensors(n)
         backward = _backward(outputs, targets)
         if any(t._version for t in outputs):
