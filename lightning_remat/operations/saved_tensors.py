@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,13 +174,11 @@ def tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Geome
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
-@contextmanager
-def caught_tensors(caught: list[Tensor]) -> Generator[None]:
+def caught_tensors(caught: list[Tensor]) -> AbstractContextManager[None]:
     """Puts every tensor that autograd saves inside into the list, from where backwards inside read them."""
 
     def pack(tensor: Tensor) -> int:
         caught.append(tensor)
         return len(caught) - 1
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, caught.__getitem__):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(pack, caught.__getitem__)
