@@ -36,7 +36,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                     continue
                 other = used[v] if used[v] >= 0 else made[v]
                 if other > step and found < len(rows):
-                    _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
+                    rows[found] = v, step, other, held if used[v] >= 0 else 0
                     sizes[found] = nodes[a, TAPE] if v >= count else nodes[a, OUTPUT]
                     found += 1
                 used[v] = -1
@@ -51,7 +51,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                 continue
             other = used[v] if used[v] >= 0 else made[v]
             if other > step and found < len(rows):
-                _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
+                rows[found] = v, step, other, held if used[v] >= 0 else 0
                 sizes[found] = nodes[v, OUTPUT]
                 found += 1
             used[v] = step
@@ -60,14 +60,6 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
         v = rows[k, 0]
         seconds[k] = problem.seconds[v - count if v >= count else v]
     return rows[:found], sizes[:found], seconds
-
-
-@njit
-def _put(rows: Small, at: int, v: int, start: int, end: int, held: int) -> None:
-    rows[at, 0] = v
-    rows[at, 1] = start
-    rows[at, 2] = end
-    rows[at, 3] = held
 
 
 @njit

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...chain import Chain, Stage
-from ...lowering import lower_kept
+from ...lowering import keep_everything, lower_kept
 from ...schedules.graph import Graph, Node
 from ...schedules.simulator import simulate
 from ...schedules.uses import saved_roots
@@ -156,7 +156,7 @@ def _figures(
     without_input = (replace(n, output_bytes=0) if n.name == _SOURCE else n for n in nodes)
     free = replace(loaded, nodes=tuple(without_input))
 
-    everything = lower_kept(free, range(len(nodes)))
+    everything = keep_everything(free)
     plain = simulate(free, everything)
     moves = list(zip(everything.actions, plain.memory_bytes, strict=True))
     fall_peak = max(m for a, m in moves if a.kind == "F" and a.node in own)

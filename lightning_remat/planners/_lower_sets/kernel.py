@@ -286,13 +286,7 @@ def _wider(states: States, size: int, needed: int) -> States:
 @njit
 def _insert(front: States, size: int, t: float, m: float, parent: int) -> int:
     """Adds a state to the `size` of a front unless one of them is as good, drops those that it beats; the new size."""
-    low, high = 0, size  # the first state with more memory
-    while low < high:
-        middle = (low + high) >> 1
-        if front.m[middle] > m:
-            high = middle
-        else:
-            low = middle + 1
+    low = int(np.searchsorted(front.m[:size], m, side="right"))  # the first state with more memory
     if low > 0 and front.t[low - 1] <= t:
         return size
     if low > 0 and front.m[low - 1] == m:
