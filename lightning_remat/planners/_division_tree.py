@@ -94,30 +94,14 @@ def _ends(num_vertices: int, edges: Sequence[tuple[int, int]]) -> tuple[int, int
 def _division(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_Part], tuple[int, ...]]:
     if not part.vertices:
         return "edge", [], ()
-    splitting = _splitting_vertices(part)
+    # The vertices that no edge passes by (Definition 3): with one source and one target all paths meet there.
+    splitting = dominators(part.edges, part.source)(part.target)[1:]
     if splitting:
         return "series", _series(part, splitting), tuple(splitting)
     branches = _branches(part)
     if len(branches) > 1:
         return "branches", branches, ()
     return _maximal_split(part, rank)
-
-
-def _splitting_vertices(part: _Part) -> list[int]:
-    """The vertices that no edge passes by (Definition 3): with one source and one target all paths meet there."""
-    place = {part.source: 0, part.target: len(part.vertices) + 1}
-    place.update((v, p) for p, v in enumerate(part.vertices, 1))
-    passing = [0] * (len(part.vertices) + 2)
-    for a, b in part.edges:
-        passing[place[a] + 1] += 1
-        passing[place[b]] -= 1
-    splitting: list[int] = []
-    num_passing = passing[0]
-    for p, v in enumerate(part.vertices, 1):
-        num_passing += passing[p]
-        if not num_passing:
-            splitting.append(v)
-    return splitting
 
 
 def _series(part: _Part, splitting: list[int]) -> list[_Part]:
@@ -155,15 +139,15 @@ def _branches(part: _Part) -> list[_Part]:
 def _maximal_split(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_Part], tuple[int, ...]]:
     """The largest closed sets inside (Algorithm 4): no two of them overlap, and all edges lie in one."""
     near = undirected((part.source, *part.vertices, part.target), part.edges)
-    above = dominators(part.vertices, part.edges, part.source)
-    below = dominators(reversed(part.vertices), ((b, a) for a, b in part.edges), part.target)
+    above = dominators(part.edges, part.source)
+    below = dominators(((b, a) for a, b in part.edges), part.target)
     home: dict[int, tuple[int, int]] = {}  # vertex -> source and target of the member that contains it
     for v in part.vertices:
         if v in home:
             continue
         largest: list[int] = []
-        for k in above[v]:
-            for t in below[v]:
+        for k in above(v):
+            for t in below(v):
                 if (k, t) != (part.source, part.target):
                     inside = _enclosed(v, k, t, near, rank)
                     if len(inside) > len(largest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -62,19 +62,23 @@ def articulation_points(count: int, edges: Iterable[tuple[int, int]]) -> set[int
     return set(nx.articulation_points(undirected(range(count), edges)))
 
 
-def dominators(vertices: Iterable[int], edges: Iterable[tuple[int, int]], source: int) -> dict[int, list[int]]:
-    """For each vertex, and the source, those that all paths from the source to it meet, farthest first.
+def dominators(edges: Iterable[tuple[int, int]], source: int) -> Callable[[int], list[int]]:
+    """Tells of each node those that all paths from the source to it meet on the way, the source first.
 
-    >>> dominators([1, 2, 3], [(0, 1), (1, 2), (1, 3), (2, 3)], source=0)
-    {0: [], 1: [0], 2: [0, 1], 3: [0, 1]}
+    >>> dominators([(0, 1), (1, 2), (1, 3), (2, 3)], source=0)(3)
+    [0, 1]
 
     Args:
-        vertices: In topological order.
         edges: Pairs (from, to).
-        source: From which all of them are reached.
+        source: From which all nodes are reached.
     """
-    nearest = nx.immediate_dominators(nx.DiGraph(edges), source)
-    chains: dict[int, list[int]] = {source: []}
-    for v in vertices:
-        chains[v] = [*chains[nearest[v]], nearest[v]]
-    return chains
+    nearest: dict[int, int] = nx.immediate_dominators(nx.DiGraph(edges), source)
+
+    def of(v: int) -> list[int]:
+        found: list[int] = []
+        while v != source:
+            v = nearest[v]
+            found.append(v)
+        return found[::-1]
+
+    return of
