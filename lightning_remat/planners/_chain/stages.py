@@ -168,18 +168,13 @@ def _figures(
     if reuses_exit:
         kept_leaf_peak, kept_leaf_seconds = _recomputation(free, source | exits, own, gradient)
 
-    through = lower_kept(free, source | exits, ())
-    keep_peak = _first_runs(through.actions, simulate(free, through).memory_bytes, own)
-    dropping = lower_kept(loaded, exits | held, ())
-    drop_peak = _first_runs(dropping.actions, simulate(loaded, dropping).memory_bytes, own)
-
     forward_seconds = sum(nodes[n].forward_seconds for n in own)
     return StageFigures(
         output_bytes=_bytes_of_roots(loaded, exits),
         gradient_bytes=gradient,
         tape_bytes=_bytes_of_roots(loaded, kept) + sum(nodes[n].tape_bytes for n in own),
-        keep_peak_bytes=keep_peak,
-        drop_peak_bytes=drop_peak,
+        keep_peak_bytes=_first_runs(free, source | exits, own),
+        drop_peak_bytes=_first_runs(loaded, exits | held, own),
         fall_peak_bytes=fall_peak,
         leaf_peak_bytes=leaf_peak,
         kept_leaf_peak_bytes=kept_leaf_peak,
@@ -259,14 +254,11 @@ def _recomputation(alone: Graph, outputs: frozenset[int], own: range, gradient_b
     return max(most - gradient_bytes, 0), simulation.recompute_seconds
 
 
-def _first_runs(actions: tuple[tuple[str, int], ...], memory: tuple[int, ...], own: range) -> int:
-    """The most memory in the first forward among the runs of `own` nodes."""
-    seen: set[int] = set()
-    most = 0
-    for (kind, n), used in zip(actions, memory, strict=True):
-        if kind == "B":
-            break
-        if kind == "F" and n in own and n not in seen:
-            seen.add(n)
-            most = max(most, used)
-    return most
+def _first_runs(alone: Graph, outputs: frozenset[int], own: range) -> int:
+    """The most memory during the first runs of `own` nodes when `outputs` are kept."""
+    schedule = lower_kept(alone, outputs, ())
+    first: dict[int, int] = {}
+    for (kind, n), used in zip(schedule, simulate(alone, schedule).memory_bytes, strict=True):
+        if kind == "F":
+            first.setdefault(n, used)
+    return max(first[n] for n in own)
