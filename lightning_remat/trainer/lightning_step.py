@@ -64,12 +64,12 @@ class StepFailedError(Exception):
 
 
 @contextmanager
-def _told_apart() -> Generator[None]:
-    """What the user's step raises, from what this package does; a lack of memory is of the size that was tried."""
+def _told_apart(is_of_the_size: Callable[[BaseException], bool] = is_out_of_memory) -> Generator[None]:
+    """What the user's step raises, from what this package does and what is of the size that was tried."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_of_the_size(error):
             raise
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
@@ -240,13 +240,9 @@ class LightningTrial:
             self._forget_batch()
             empty_cache(self.device)
             held = self._held_bytes(self.batch_of(batch_size))
-            try:
-                with nullcontext() if self.within is None else enforced(self.device, self.within, held):
-                    return self._measured(batch_size, with_scratch)
-            except Exception as error:
-                if is_out_of_memory(error) or is_too_small_for_batch_norm(error):
-                    raise
-                raise StepFailedError(f"{type(error).__name__}: {error}") from error
+            limited = nullcontext() if self.within is None else enforced(self.device, self.within, held)
+            with _told_apart(lambda error: is_out_of_memory(error) or is_too_small_for_batch_norm(error)), limited:
+                return self._measured(batch_size, with_scratch)
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         batch = self.batch_of(batch_size)
