@@ -36,7 +36,8 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                     continue
                 other = used[v] if used[v] >= 0 else made[v]
                 if other > step and found < len(rows):
-                    rows[found] = v, step, other, held if used[v] >= 0 else 0
+                    rows[found, VALUE], rows[found, START], rows[found, END] = v, step, other
+                    rows[found, HELD] = held if used[v] >= 0 else 0
                     sizes[found] = arrays.tape_bytes[a] if is_tape else arrays.output_bytes[a]
                     found += 1
                 used[v] = -1
@@ -52,7 +53,8 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
                 continue
             other = used[v] if used[v] >= 0 else made[v]
             if other > step and found < len(rows):
-                rows[found] = v, step, other, held if used[v] >= 0 else 0
+                rows[found, VALUE], rows[found, START], rows[found, END] = v, step, other
+                rows[found, HELD] = held if used[v] >= 0 else 0
                 sizes[found] = arrays.output_bytes[v]
                 found += 1
             used[v] = step
