@@ -20,7 +20,6 @@ from ...schedules.arrays import GraphArrays, graph_arrays
 from ...schedules.compiled import Flags, Ints, Small, njit
 from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph
-from ...schedules.uses import mark_missing, mark_needed
 
 NUM_WINDOWS = 8
 """Most windows of one value."""
@@ -51,7 +50,9 @@ class Work(NamedTuple):
     most: Ints  # [2n] most alive during a step
     resident: Flags  # [2n] by node: output, tape
     barred: Small  # [2n] windows open
-    is_needed: Flags  # [n] to run in a step; empty between steps
+    marked: Small  # [n] step of the last closure that holds the node
+    list: Small  # [n] closure under construction
+    stack: Small
     starts: Small  # [2n] first window of a step, in next
     ends: Small
     next_start: Small  # [2n * NUM_WINDOWS]
@@ -76,16 +77,16 @@ def pack(graph: Graph) -> Problem:
 def work_for(problem: Problem) -> Work:
     """Memory for replays of `problem`."""
     count = len(problem.is_pinned)
-    longest = 65 * count + 20_001  # a longer schedule is refused: it recomputes everything 60 times
+    longest = 64 * count + 20_000  # a longer schedule is refused: it recomputes everything 60 times
 
     def small(size: int) -> Small:
         return np.zeros(size, np.int32)
 
     return Work(
         small(longest), small(longest), np.zeros(longest, np.uint8), np.zeros(longest, np.int64),
-        np.zeros(2 * count, np.int64), np.zeros(2 * count, np.uint8), small(2 * count), np.zeros(count, np.uint8),
-        small(2 * count), small(2 * count), small(2 * count * NUM_WINDOWS), small(2 * count * NUM_WINDOWS),
-        small(2 * count),
+        np.zeros(2 * count, np.int64), np.zeros(2 * count, np.uint8), small(2 * count), small(count), small(count),
+        small(count), small(2 * count), small(2 * count),
+        small(2 * count * NUM_WINDOWS), small(2 * count * NUM_WINDOWS), small(2 * count),
     )  # fmt: skip
 
 
@@ -111,34 +112,61 @@ def replay(problem: Problem, windows: Small, work: Work) -> tuple[int, float, in
 def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
     """Writes the runs and backwards in order; their number and seconds."""
     arrays, count = problem.arrays, len(problem.is_pinned)
-    resident, barred, is_needed = work.resident, work.barred, work.is_needed
-    outputs, tapes = resident[:count], resident[count:]
+    resident, barred, marked = work.resident, work.barred, work.marked
     resident[:] = 0
     barred[:] = 0
+    marked[:] = -1
     _sort_windows(windows, work)
     seconds: float = problem.fixed_seconds
-    longest = len(work.action) - count - 1  # which leaves room for one step more
+    longest = len(work.action)
     at = 0
     for step in range(2 * count):
-        begin = at
+        # What `uses.mark_missing` finds: it may lie far apart, and a stack does not pass by all that lies between.
+        found = 0
+        size = 0
         if step < count:
-            is_needed[step] = 1
-            lowest, highest = mark_needed(arrays, outputs, is_needed, step, 1), step
+            n = step
+            first, last, needs = arrays.read_start[n], arrays.read_start[n + 1], arrays.read
         else:
-            lowest, highest = mark_missing(arrays, 2 * count - 1 - step, outputs, tapes, is_needed)
-        for m in range(lowest, highest + 1):
-            if is_needed[m]:
-                is_needed[m] = 0
-                work.action[at], work.step[at], work.made[at] = m, step, not outputs[m]
-                at += 1
-                outputs[m] = tapes[m] = 1
-                if m < step:  # else it is the first run
-                    seconds += arrays.seconds[m]
-        if step >= count:
-            work.action[at], work.step[at] = step - 2 * count, step
-            at += 1
-        if at >= longest:
+            n = 2 * count - 1 - step
+            first, last, needs = arrays.saved_start[n], arrays.saved_start[n + 1], arrays.saved
+            if arrays.tape_bytes[n] > 0 and not resident[count + n]:
+                marked[n] = step
+                work.stack[size] = n
+                size += 1
+        for k in range(first, last):
+            if not resident[needs[k]] and marked[needs[k]] != step:
+                marked[needs[k]] = step
+                work.stack[size] = needs[k]
+                size += 1
+        while size > 0:
+            size -= 1
+            m = work.stack[size]
+            work.list[found] = m
+            found += 1
+            for k in range(arrays.read_start[m], arrays.read_start[m + 1]):
+                i = arrays.read[k]
+                if not resident[i] and marked[i] != step:
+                    marked[i] = step
+                    work.stack[size] = i
+                    size += 1
+        if at + found + 2 > longest:
             return 0, np.inf
+        if found > 1:
+            work.list[:found].sort()
+        if step < count:
+            work.list[found] = n
+            found += 1
+        for k in range(found):
+            m: int = work.list[k]
+            work.action[at], work.step[at], work.made[at] = m, step, not resident[m]
+            at += 1
+            resident[m] = resident[count + m] = 1
+            if m < step:  # else it is the first run
+                seconds += arrays.seconds[m]
+        if step >= count:
+            work.action[at], work.step[at] = -1 - n, step
+            at += 1
         w: int = work.ends[step]
         while w >= 0:
             barred[w // NUM_WINDOWS] -= 1
@@ -149,12 +177,12 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
             barred[v] += 1
             _drop(arrays, resident, v)
             w = work.next_start[w]
-        for k in range(begin, at if step < count else at - 1):
-            m: int = work.action[k]
+        for k in range(found):
+            m = work.list[k]
             if barred[arrays.root[m]] > 0:
-                outputs[m] = 0
+                resident[m] = 0
             if barred[count + m] > 0:
-                tapes[m] = 0
+                resident[count + m] = 0
     return at, seconds
 
 
