@@ -94,16 +94,11 @@ class Draws:
         Raises:
             RuntimeError: The run inside drew others.
         """
-        with generators_in_use:
-            present = [(source, source.read()) for source, _, _ in self._moved]
-            try:
-                for source, before, _ in self._moved:
-                    source.write(before)
-                yield
-                differ = [source.name for source, _, after in self._moved if not source.same(source.read(), after)]
-            finally:
-                for source, state in present:
-                    source.write(state)
+        with generators_in_use, RandomState(source for source, _, _ in self._moved).restored():
+            for source, before, _ in self._moved:
+                source.write(before)
+            yield
+            differ = [source.name for source, _, after in self._moved if not source.same(source.read(), after)]
         if differ:
             raise RuntimeError(
                 f"a recomputation drew other random numbers from {', '.join(differ)} than the first run: another "
