@@ -75,16 +75,9 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
     codes = np.empty(8 * count, np.int32)
     has_tape = arrays.tape_bytes > 0
     outputs, tapes = kept.copy(), kept_tapes & has_tape
-    at = count
-    codes[:count] = 4 * np.arange(count) + RUN
-    for n in range(count):
-        if not outputs[n]:
-            codes[at] = 4 * n + DISCARD
-            at += 1
-    for n in range(count):
-        if has_tape[n] and not tapes[n]:
-            codes[at] = 4 * n + DISCARD_TAPE
-            at += 1
+    at = _append(codes, 0, np.arange(count), RUN)
+    at = _append(codes, at, np.flatnonzero(~outputs), DISCARD)
+    at = _append(codes, at, np.flatnonzero(has_tape & ~tapes), DISCARD_TAPE)
     is_needed = np.zeros(count, np.bool_)
     for n in range(count - 1, -1, -1):
         lowest, highest = mark_missing(arrays, n, outputs, tapes, is_needed)
@@ -97,15 +90,15 @@ def _keep(arrays: GraphArrays, kept: Flags, kept_tapes: Flags) -> Small:
                 is_needed[m] = False
         codes[at] = 4 * n + BACKWARD
         at += 1
-    for n in range(count):
-        if outputs[n]:
-            codes[at] = 4 * n + DISCARD
-            at += 1
-    for n in range(count):
-        if tapes[n]:
-            codes[at] = 4 * n + DISCARD_TAPE
-            at += 1
-    return codes[:at]
+    at = _append(codes, at, np.flatnonzero(outputs), DISCARD)
+    return codes[: _append(codes, at, np.flatnonzero(tapes), DISCARD_TAPE)]
+
+
+@njit
+def _append(codes: Small, at: int, nodes: Ints, kind: int) -> int:
+    """Writes the action of a kind of each of the nodes, the first to place `at`; the place after the last."""
+    codes[at : at + len(nodes)] = 4 * nodes + kind
+    return at + len(nodes)
 
 
 @njit

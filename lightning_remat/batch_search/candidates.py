@@ -133,7 +133,8 @@ class CandidateSearch:
             self.pool = make_pool(self.model, self.model.line.large, self.settings.planner)
         budget, limit = self.planned_for(size), self.settings.max_overhead
         fitting = [s for s in self.pool.steps(self.model, size, budget) if s.predicted_peak_bytes <= budget]
-        return min((s for s in fitting if limit is None or s.recompute_overhead <= limit), key=_seconds, default=None)
+        allowed = [s for s in fitting if limit is None or s.recompute_overhead <= limit]
+        return min(allowed, key=lambda step: step.seconds, default=None)
 
     def lowest_peak(self) -> int:
         """The lowest peak of the smallest size's step, in bytes; the search itself is not changed."""
@@ -216,11 +217,11 @@ class CandidateSearch:
         Schedules made at a profiled size say where about that is; from there the planner is asked, a few times.
         """
         last = len(self.sizes) - 1
-        low = self._last_index(lambda size: self.plain_peak(size) <= self.planned_for(size), -1)
+        low = self._last_index(lambda size: self.plain_peak(size) <= self.planned_for(size), -1, last + 1)
         if low >= 0:
             self.fits(self.sizes[low])  # on record, to compare with
         if low < last:
-            low = self._last_index(lambda size: self._pooled(size) is not None, low)
+            low = self._last_index(lambda size: self._pooled(size) is not None, low, last + 1)
         high, stride = last + 1, 1
         questions = iter(range(_MOST_QUESTIONS))
         while low < last:
@@ -229,21 +230,15 @@ class CandidateSearch:
                 high = at
                 break
             low, stride = at, stride * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(self.sizes[middle], ask_planner=next(questions, None) is not None):
-                low = middle
-            else:
-                high = middle
+        low = self._last_index(lambda size: self.fits(size, ask_planner=next(questions, None) is not None), low, high)
         if low < 0:
             self.fits(self.sizes[0])  # for the error
             return None
         self.fits(self.sizes[low])
         return low
 
-    def _last_index(self, holds: Callable[[int], bool], low: int) -> int:
-        """The largest index whose size `holds` is true of, from `low` (true, or -1) on."""
-        high = len(self.sizes)
+    def _last_index(self, holds: Callable[[int], bool], low: int, high: int) -> int:
+        """The largest index whose size `holds` is true of, from `low` (true, or -1) on, below `high`."""
         while high - low > 1:
             middle = (low + high) // 2
             if holds(self.sizes[middle]):
@@ -305,7 +300,3 @@ class CandidateSearch:
             ways.append("lower the batch size")
         ways.append('on_infeasible="minimum" trains at the lowest peak' if settings.on_infeasible == "raise" else "")
         return f"Remedies: {'; '.join(filter(None, ways))}"
-
-
-def _seconds(step: StepPlan) -> float:
-    return step.seconds

@@ -172,13 +172,10 @@ class PlainTrial:
         @contextmanager
         def prepared() -> Generator[None]:
             with self.undone(), self.precision():
+                self.batch_of(batch_size)
                 yield
 
-        def looked_through() -> View:
-            batch = self.batch_of(batch_size)
-            return look_through(root, lambda: self.loss_of(batch), modules, undone=prepared)
-
-        view = together(self.module, looked_through)
+        view = look_through(root, lambda: self.loss_of(self.batch_of(batch_size)), modules, undone=prepared)
         if modules is not None:
             return view
         calls = [replace(call, name=call.name.removeprefix("module").removeprefix(".")) for call in view.calls]
@@ -224,10 +221,6 @@ class PlainTrial:
         self.backward(loss)
         for optimizer in self.optimizers:
             optimizer.step()
-
-    def held(self) -> tuple[int, ...]:
-        """Bytes of each parameter and buffer."""
-        return tuple(storage_bytes([t]) for t in (*self.module.parameters(), *self.module.buffers()))
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import InfeasibleBudgetError
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..planners import planner_of
 from ..plans.plan import Plan, StepPlan
 from ..schedules.schedule import Schedule
@@ -43,7 +43,7 @@ class SchedulePool:
     def steps(self, model: StepModel, size: int, budget_bytes: int) -> Iterator[StepPlan]:
         """The step of a batch size by each of them, whether it stays within the budget or not."""
         graphs, apart = model.graphs_at(size), model.apart_at(size)
-        plain = {k: simulate(g, lower_kept(g, range(len(g.nodes)))) for k, g in graphs.items()}
+        plain = {k: simulate(g, keep_everything(g)) for k, g in graphs.items()}
         for entry in self.entries:
             plans: dict[str, Plan] = {}
             for k, (schedule, is_apart) in entry.items():

@@ -20,6 +20,7 @@ from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_nor
 from ..plans.plan import StepPlan
 from ..plans.planner import plan
 from ..plans.reserved import Reservation
+from ..regions.footprint import storage_bytes
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor
@@ -210,7 +211,8 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
 
 
 def _reservation(trial: Trial, step: StepPlan) -> Reservation:
-    return Reservation.of(step, trial.held())
+    held = (*trial.module.parameters(), *trial.module.buffers())
+    return Reservation.of(step, tuple(storage_bytes([t]) for t in held))
 
 
 def _reserved_bytes(trial: Trial, step: StepPlan) -> int:

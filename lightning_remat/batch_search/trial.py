@@ -37,6 +37,7 @@ class Trial(Protocol):
 
     Attributes:
         device: Where it runs.
+        module: What is trained.
         batch_size: Samples in the batch as the loader yields it.
         num_devices: Devices that train side by side.
         most_samples: The largest batch that the data can fill; None if unknown.
@@ -44,6 +45,7 @@ class Trial(Protocol):
     """
 
     device: torch.device
+    module: nn.Module
     batch_size: int
     num_devices: int
     most_samples: int | None
@@ -62,10 +64,6 @@ class Trial(Protocol):
 
         With scratch, all counts that the device must have for them (`meter.measure_peak`).
         """
-        ...
-
-    def held(self) -> tuple[int, ...]:
-        """Bytes of each tensor that stays on the device: parameters and buffers."""
         ...
 
     def alive_bytes(self) -> int:

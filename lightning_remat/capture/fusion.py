@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from typing import Any
 
+from networkx.utils import UnionFind  # pyright: ignore[reportMissingTypeStubs]
 from torch import fx
 
 from .aliasing import Record
@@ -35,24 +37,16 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
         if n.op.startswith("call") and (records[n].has_tensors or records[n].writes or n in inner)
     ]
     position = {n: i for i, n in enumerate(graph.nodes)}
-    root = {n: n for n in nodes}
-
-    def find(n: fx.Node) -> fx.Node:
-        while root[n] is not n:
-            n = root[n]
-        return n
+    fused: Any = UnionFind(nodes)
 
     def join(members: Iterable[fx.Node]) -> None:
-        first, *others = [find(m) for m in members if m in root]
-        for other in others:
-            if find(other) is not find(first):
-                root[find(other)] = find(first)
+        fused.union(*(m for m in members if m in fused.parents))
 
     for span in spans:
         join(span)
     for n in nodes:
         for owner in records[n].writes:
-            if owner in root:
+            if owner in fused.parents:
                 span = range(position[owner], position[n] + 1)
                 join([m for m in nodes if position[m] in span and (m is owner or _touches(m, owner, records))])
     _join_effects(nodes, effects, records, join)
@@ -61,7 +55,10 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
         if not written.isdisjoint(records[n].views) and n not in effects and not records[n].owns:
             join([n, *n.users])  # a recomputation of its readers sees the buffer as it was
     while True:
-        groups = _collect(nodes, find)
+        by_root: dict[fx.Node, Group] = {}
+        for n in nodes:
+            by_root.setdefault(fused[n], []).append(n)
+        groups = list(by_root.values())
         if clash := _cycle(groups):
             join(clash)
             continue
@@ -126,19 +123,7 @@ def read_again(groups: list[Group], effects: Collection[fx.Node], records: dict[
 
 def _touches(n: fx.Node, owner: fx.Node, records: dict[fx.Node, Record]) -> bool:
     """Whether `n` reads, views or writes the storage that `owner` made."""
-    entry = records[n]
-    return (
-        owner in entry.writes
-        or owner in entry.views
-        or any(i is owner or owner in records[i].views for i in n.all_input_nodes)
-    )
-
-
-def _collect(nodes: list[fx.Node], find: Callable[[fx.Node], fx.Node]) -> list[Group]:
-    groups: dict[fx.Node, Group] = {}
-    for n in nodes:
-        groups.setdefault(find(n), []).append(n)
-    return list(groups.values())
+    return owner in records[n].writes | records[n].views | _owners_read(n, records)
 
 
 def _edges(groups: list[Group]) -> list[set[int]]:
@@ -194,8 +179,7 @@ def _reordered(
     for n in executed:
         if records[n].is_random:
             streams.setdefault("random", []).append(n)
-        seen = {o for i in n.all_input_nodes for o in (i, *records[i].views)} | records[n].writes
-        for buffer in written & seen:
+        for buffer in written & (_owners_read(n, records) | records[n].writes):
             streams.setdefault(("buffer", buffer), []).append(n)
     readers: dict[object, list[fx.Node]] = {}
     for n in executed:

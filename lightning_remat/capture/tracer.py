@@ -259,11 +259,13 @@ def _operation(
     members = set(parts)
     own = [n for n in parts if n not in effects] or parts
     outputs = tuple(n for n in own if records[n].has_tensors and any(u not in members for u in n.users))
-    inputs = sorted({producer[i] for n in parts for i in n.all_input_nodes if i in producer} - {index})
+    read = {i for n in parts for i in n.all_input_nodes if i in producer}
+    inputs = sorted({producer[i] for i in read} - {index})
     owners = {producer[o] for n in outputs for o in records[n].views if o in producer} - {index}
     is_view = not any(records[n].owns for n in own) and len(owners) == 1
     # The nearest input in the same storage, so that a view of a view names what it is made from.
-    base = max((i for i in inputs if i in owners or _views(parts, i, producer, records, owners)), default=None)
+    viewing = {producer[i] for i in read if owners.intersection(producer.get(o, -1) for o in records[i].views)}
+    base = max(owners.intersection(inputs) | viewing - {index}, default=None)
     name = unique = _name(own[0])
     count = 1
     while unique in names:
@@ -282,17 +284,6 @@ def _operation(
         effects=effects.intersection(parts),
         is_random=any(records[n].is_random for n in own),
         is_permuted=any(records[n].is_permuted for n in own),
-    )
-
-
-def _views(
-    parts: list[fx.Node], i: int, producer: Mapping[fx.Node, int], records: dict[fx.Node, Record], owners: set[int]
-) -> bool:
-    """Whether operation i, read by the parts, is itself a view into a storage of `owners`."""
-    return any(
-        producer.get(n) == i and any(producer.get(o) in owners for o in records[n].views)
-        for part in parts
-        for n in part.all_input_nodes
     )
 
 

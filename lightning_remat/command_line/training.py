@@ -53,13 +53,12 @@ def make_optimizers(name: str | None, module: nn.Module) -> list[optim.Optimizer
     configure = getattr(module, "configure_optimizers", None)
     if name is None and configure is not None:
         try:
-            found = _optimizers_in(configure())
+            return _optimizers_in(configure())
         except Exception as error:
             raise UsageError(
                 f"{type(module).__name__}.configure_optimizers() cannot run without a trainer: {one_line(error)}. "
                 "Remedy: --optimizer adamw"
             ) from error
-        return found
     make = OPTIMIZERS[name or "sgd"]
     parameters = [p for p in module.parameters() if p.requires_grad]
     return [] if make is None or not parameters else [make(parameters)]

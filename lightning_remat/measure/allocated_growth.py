@@ -6,8 +6,6 @@ oneDNN's scratch. The allocator tells the profiler of it, event by event.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,23 +59,3 @@ def heard() -> int:
                 alive += size
                 most = max(most, alive)
     return most
-
-
-@contextmanager
-def measure_allocated_growth() -> Generator[Peak]:
-    """Measures by how much what is allocated in a block exceeds what was allocated at its start, at most.
-
-    Unlike a meter of storages this changes nothing of how autograd sums gradients.
-
-    Yields:
-        A `Peak`, whose `peak_bytes` is the growth.
-
-    Raises:
-        RuntimeError: A profiler is running.
-    """
-    measured = Peak()
-    listen()
-    try:
-        yield measured
-    finally:
-        measured.peak_bytes = heard()

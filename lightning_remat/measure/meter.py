@@ -6,7 +6,7 @@ On fake tensors nothing is allocated: it is the bytes of their storages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -183,23 +183,15 @@ class StorageMeter(TorchDispatchMode):
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor`, if it is not counted yet, from now to its death."""
         storage = tensor_storage(tensor)
-        if storage is not None:
-            self._add_storage(storage)
+        if storage is not None and (known := self._counted_bytes(storage)) != storage.nbytes():
+            self.alive_bytes += storage.nbytes() - (known or 0)  # it may have been resized in place
+            key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+            self._alive[key] = (weakref.ref(storage, self._on_death(key)), storage.nbytes())
 
-    def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
-        known = self._alive.get(key)
-        if known is not None and known[0]() is storage:
-            if known[1] == storage.nbytes():
-                return
-            self.alive_bytes += storage.nbytes() - known[1]  # resized in place
-        else:
-            self.alive_bytes += storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, self._on_death(key)), storage.nbytes())
-
-    def _knows(self, storage: torch.UntypedStorage) -> bool:
+    def _counted_bytes(self, storage: torch.UntypedStorage) -> int | None:
+        """What is counted of a storage; None where it is not."""
         known = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
-        return known is not None and known[0]() is storage
+        return known[1] if known is not None and known[0]() is storage else None
 
     def _on_death(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
         def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -216,7 +208,7 @@ class StorageMeter(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args)
         self._settle()
-        operands = list(_operands(args, kwargs))
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before_bytes = self.alive_bytes
         result, inside_bytes = self._run(func, operands, args, kwargs or {})
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -225,7 +217,7 @@ class StorageMeter(TorchDispatchMode):
             for t in made:
                 storage = tensor_storage(t)
                 # A view of a tensor that nobody included, or such a tensor written in place, is not made here.
-                if storage is not None and (id(storage) not in foreign or self._knows(storage)):
+                if storage is not None and (id(storage) not in foreign or self._counted_bytes(storage) is not None):
                     self.add(t)
         total = _accumulates_gradient(func, args)
         if total is None:
@@ -269,10 +261,6 @@ class StorageMeter(TorchDispatchMode):
         """The peak, all events counted."""
         self._settle()
         return self.peak_bytes
-
-
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
-    return (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
 
 
 def _accumulates_gradient(func: Any, args: tuple[Any, ...]) -> torch.UntypedStorage | None:

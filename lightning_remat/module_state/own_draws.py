@@ -71,12 +71,8 @@ class OwnDraws(TorchDispatchMode):
         taking, generator = _taking_generator(func), self._generator(device)
         if taking is not None and generator is not None:
             return taking(*args, **named, generator=generator)
-        with generators_in_use:
-            state = RandomState(device_generators({HOST, device}))
-            try:
-                return func(*args, **named)
-            finally:
-                state.put_back()
+        with generators_in_use, RandomState(device_generators({HOST, device})).restored():
+            return func(*args, **named)
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
         if device not in self._generators:

@@ -95,16 +95,11 @@ class Draws:
         """
         states = [(*known, after) for known, after in zip(self._before, self._after, strict=True)]
         moved = [(source, before, after) for source, before, after in states if not source.same(before, after)]
-        with generators_in_use:
-            present = [(source, source.read()) for source, _, _ in moved]
-            try:
-                for source, before, _ in moved:
-                    source.write(before)
-                yield
-                differ = [source.name for source, _, after in moved if not source.same(source.read(), after)]
-            finally:
-                for source, state in present:
-                    source.write(state)
+        with generators_in_use, RandomState(source for source, _, _ in moved).restored():
+            for source, before, _ in moved:
+                source.write(before)
+            yield
+            differ = [source.name for source, _, after in moved if not source.same(source.read(), after)]
         if differ:
             raise RuntimeError(
                 f"a recomputation drew other random numbers from {', '.join(differ)} than the first run: another "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from ..schedules.edges import connected_parts, neighbours, topological_order
+from ..schedules.edges import connected_parts, dominators, topological_order, undirected
 
 Division = Literal["edge", "series", "branches", "maximal_split"]
 
@@ -94,30 +94,14 @@ def _ends(num_vertices: int, edges: Sequence[tuple[int, int]]) -> tuple[int, int
 def _division(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_Part], tuple[int, ...]]:
     if not part.vertices:
         return "edge", [], ()
-    splitting = _splitting_vertices(part)
+    # The vertices that no edge passes by (Definition 3): with one source and one target all paths meet there.
+    splitting = dominators(part.edges, part.source)(part.target)[1:]
     if splitting:
         return "series", _series(part, splitting), tuple(splitting)
     branches = _branches(part)
     if len(branches) > 1:
         return "branches", branches, ()
     return _maximal_split(part, rank)
-
-
-def _splitting_vertices(part: _Part) -> list[int]:
-    """The vertices that no edge passes by (Definition 3): with one source and one target all paths meet there."""
-    place = {part.source: 0, part.target: len(part.vertices) + 1}
-    place.update((v, p) for p, v in enumerate(part.vertices, 1))
-    passing = [0] * (len(part.vertices) + 2)
-    for a, b in part.edges:
-        passing[place[a] + 1] += 1
-        passing[place[b]] -= 1
-    splitting: list[int] = []
-    num_passing = passing[0]
-    for p, v in enumerate(part.vertices, 1):
-        num_passing += passing[p]
-        if not num_passing:
-            splitting.append(v)
-    return splitting
 
 
 def _series(part: _Part, splitting: list[int]) -> list[_Part]:
@@ -154,16 +138,16 @@ def _branches(part: _Part) -> list[_Part]:
 
 def _maximal_split(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_Part], tuple[int, ...]]:
     """The largest closed sets inside (Algorithm 4): no two of them overlap, and all edges lie in one."""
-    near = neighbours((part.source, *part.vertices, part.target), part.edges)
-    above = _dominators(part, forward=True)
-    below = _dominators(part, forward=False)
+    near = undirected((part.source, *part.vertices, part.target), part.edges)
+    above = dominators(part.edges, part.source)
+    below = dominators(((b, a) for a, b in part.edges), part.target)
     home: dict[int, tuple[int, int]] = {}  # vertex -> source and target of the member that contains it
     for v in part.vertices:
         if v in home:
             continue
         largest: list[int] = []
-        for k in above[v]:
-            for t in below[v]:
+        for k in above(v):
+            for t in below(v):
                 if (k, t) != (part.source, part.target):
                     inside = _enclosed(v, k, t, near, rank)
                     if len(inside) > len(largest):
@@ -180,7 +164,7 @@ def _maximal_split(part: _Part, rank: dict[int, int]) -> tuple[Division, list[_P
     return "maximal_split", list(members.values()), tuple(v for v in part.vertices if v not in home)
 
 
-def _enclosed(v: int, k: int, t: int, near: dict[int, list[int]], rank: dict[int, int]) -> list[int]:
+def _enclosed(v: int, k: int, t: int, near: Any, rank: dict[int, int]) -> list[int]:
     """What is connected to v once k and t are taken out, or nothing where that reaches past the two."""
     first, last = rank[k], rank[t]
     seen, stack, found = {v, k, t}, [v], [v]
@@ -193,29 +177,3 @@ def _enclosed(v: int, k: int, t: int, near: dict[int, list[int]], rank: dict[int
                 stack.append(w)
                 found.append(w)
     return found
-
-
-def _dominators(part: _Part, *, forward: bool) -> dict[int, list[int]]:
-    """For each vertex, those that all paths from the source (or, backward, to the target) meet, farthest first."""
-    arriving: dict[int, list[int]] = {v: [] for v in (part.source, *part.vertices, part.target)}
-    for a, b in part.edges:
-        if forward:
-            arriving[b].append(a)
-        else:
-            arriving[a].append(b)
-    chains: dict[int, list[int]] = {part.source if forward else part.target: []}
-    for v in part.vertices if forward else reversed(part.vertices):
-        common: list[int] | None = None
-        for u in arriving[v]:
-            chain = [*chains[u], u]
-            if common is None:
-                common = chain
-            else:
-                length = 0
-                for x, y in zip(common, chain, strict=False):
-                    if x != y:
-                        break
-                    length += 1
-                common = common[:length]
-        chains[v] = common or []
-    return chains

@@ -10,19 +10,16 @@ from ..schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays
 from ..schedules.compiled import Flags, Floats, Ints, Small, njit
 from ..schedules.gradients import gradient_levels
 from ..schedules.graph import Graph
-from ..schedules.uses import members, readers
+from ..schedules.uses import readers
 
 
 class Step(NamedTuple):
     """A graph as arrays. Lists of nodes are one array `x` with `x_start[n]:x_start[n + 1]` for node n."""
 
     arrays: GraphArrays
-    seconds: Floats
     backward_seconds: Floats
     users_start: Small  # of a node: what reads it
     users: Small
-    members_start: Small  # of a root: itself and its views
-    members: Small
     before_bytes: Ints  # all that is alive besides outputs and tapes before the backward of a node
     highest_bytes: Ints  # and at most during it
     fixed_bytes: int
@@ -34,10 +31,8 @@ def pack_step(graph: Graph) -> Step:
     before, highest = gradient_levels(graph)
     return Step(
         graph_arrays(graph),
-        np.array([n.forward_seconds for n in graph.nodes]),
         np.array([n.backward_seconds for n in graph.nodes]),
         *rows(readers(graph)),
-        *rows(members(graph)),
         np.array(before, np.int64) + fixed,
         np.array(highest, np.int64) + fixed,
         fixed,
@@ -114,10 +109,10 @@ def _record(state: _State, kind: int, node: int) -> None:
 def _drop_output(step: Step, state: _State, root: int) -> None:
     """The storage goes, and with it all views of it."""
     state.number[_ALIVE] -= step.arrays.output_bytes[root]
-    for p in range(step.members_start[root], step.members_start[root + 1]):
-        if state.output[step.members[p]]:
-            state.output[step.members[p]] = False
-            _record(state, DISCARD, step.members[p])
+    for p in range(step.arrays.member_start[root], step.arrays.member_start[root + 1]):
+        if state.output[step.arrays.member[p]]:
+            state.output[step.arrays.member[p]] = False
+            _record(state, DISCARD, step.arrays.member[p])
 
 
 @njit
@@ -138,7 +133,7 @@ def _neighborhood_seconds(step: Step, state: _State, node: int) -> float:
     """Time to run a node and its evicted neighborhood: ancestors missing, and descendants missing that have run."""
     state.number[_SEARCH] += 1
     search = state.number[_SEARCH]
-    cost = step.seconds[node]
+    cost = step.arrays.seconds[node]
     state.mark[node] = search
     for downward in range(2):
         near = step.users if downward else step.arrays.read
@@ -153,7 +148,7 @@ def _neighborhood_seconds(step: Step, state: _State, node: int) -> float:
                 has_run = i < state.number[_RAN] and i < state.number[_LEFT]
                 if has_run and not state.output[i] and state.mark[i] != search:
                     state.mark[i] = search
-                    cost += step.seconds[i]
+                    cost += step.arrays.seconds[i]
                     state.found[size] = i
                     size += 1
     return cost
@@ -183,8 +178,8 @@ def _make_room(step: Step, state: _State, need_bytes: int, busy: int) -> bool:
         for v in range(len(step.arrays.root)):
             for is_tape in (False, True):
                 weight = _weight(step, state, v, is_tape, busy)
-                if weight > 0 and step.seconds[v] / weight < least:
-                    first, least = 2 * v + int(is_tape), step.seconds[v] / weight
+                if weight > 0 and step.arrays.seconds[v] / weight < least:
+                    first, least = 2 * v + int(is_tape), step.arrays.seconds[v] / weight
         if first < 0:
             return False
         weight = _weight(step, state, first >> 1, first & 1 == 1, busy)
@@ -193,7 +188,7 @@ def _make_room(step: Step, state: _State, need_bytes: int, busy: int) -> bool:
         for v in range(len(step.arrays.root)):
             for is_tape in (False, True):
                 weight = _weight(step, state, v, is_tape, busy)
-                if weight > 0 and step.seconds[v] / weight <= enough:
+                if weight > 0 and step.arrays.seconds[v] / weight <= enough:
                     score = _neighborhood_seconds(step, state, v) / weight
                     if score < least:
                         best, least = 2 * v + int(is_tape), score
@@ -229,7 +224,7 @@ def _bring(step: Step, state: _State, goal: int, room_bytes: int, most_runs: int
         if state.number[_RUNS] == most_runs or not _make_room(step, state, room_bytes - need, k):
             return False
         state.number[_RUNS] += 1
-        state.clock[0] += step.seconds[k]
+        state.clock[0] += step.arrays.seconds[k]
         _record(state, RUN, k)
         if not state.output[k]:
             state.output[k] = True

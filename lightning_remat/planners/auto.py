@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ._auto.front_search import front_of
@@ -42,7 +42,7 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     Reference: the dynamic program extends Beaumont et al. 2024, Theorem 4.8 (Rotor).
     """
     if not graph.nodes:
-        return fastest_that_fits(graph, budget_bytes, trade_off(graph, [lower_kept(graph, ())]), planner="auto")
+        return fastest_that_fits(graph, budget_bytes, trade_off(graph, [keep_everything(graph)]), planner="auto")
     front = front_of(graph, effort, like)
     found = front.within(budget_bytes)
     schedule = front.schedule(found or 0)

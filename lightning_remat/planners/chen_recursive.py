@@ -65,10 +65,10 @@ def _plans(graph: Graph, num_kept: int | None, num_levels: int | None) -> Iterat
     for k in _NUM_KEPT if num_kept is None else (num_kept,):
         if num_kept is None and k > max(1, count):
             break
-        previous = np.empty(0, np.int32)
+        previous: Small | None = None
         for levels in range(1, count + 2) if num_levels is None else (num_levels,):
             actions = _recursion(arrays, cuts, k, levels)
-            if np.array_equal(actions, previous):
+            if previous is not None and np.array_equal(actions, previous):
                 break  # no segment is left to split
             yield with_liveness(graph, actions)
             previous = actions

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..lowering import lower_kept
+from ..lowering import keep_everything, lower_kept
 from ..schedules.compiled import Ints, njit
 from ..schedules.edges import connected_parts
 from ..schedules.graph import Graph
@@ -111,8 +111,7 @@ def _family(graph: Graph) -> tuple[Candidate, ...]:
 
 
 def _schedules(graph: Graph) -> Iterator[Schedule]:
-    everything = range(len(graph.nodes))
-    yield lower_kept(graph, everything)
+    yield keep_everything(graph)
     costs, edges, vertices = storage_problem(graph)
     target = len(costs) - 1
     problem = _problem(costs, edges)

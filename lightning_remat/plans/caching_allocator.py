@@ -30,10 +30,6 @@ class Sizes(NamedTuple):
     least_own_segment: int = 10 << 20
     own_rounding: int = 2 << 20
 
-    def shrunk(self, divisor: int) -> Sizes:
-        """For devices that are as much smaller."""
-        return Sizes(*(size // divisor for size in self))
-
 
 SIZES = Sizes()
 

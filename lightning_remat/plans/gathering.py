@@ -114,12 +114,12 @@ class Gathering:
 
 @dataclass(slots=True)
 class Beside:
-    """What units hold beside the forward or the backward of one call of a region.
+    """What is alive beside the forward or the backward of one call of a region: gradients, or what units hold.
 
     Attributes:
         level_bytes: During the call.
-        before_bytes: At most since the call before it.
-        after_bytes: At most afterwards, until the next one; of the last one, until the end.
+        before_bytes: At most since the call before it, where units do something there.
+        after_bytes: At most afterwards, until the next one, likewise; of the last one, until the end.
     """
 
     level_bytes: int = 0

@@ -58,8 +58,7 @@ class Reservation:
         gradients: _Blocks = []
         for _ in range(_STEPS):
             replay = _Allocations(graph, schedule, memory, gradients)
-            for position, (kind, node) in enumerate(schedule.actions):
-                replay.step(kind, position, node)
+            replay.run()
             for block in replay.staying:
                 memory.free(block)
             gradients = replay.gradients

@@ -115,22 +115,28 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
     Regions run forward in the given order and backward in reverse.
     """
     phases = [_phases(r, surroundings.keeps_gradients) for r in regions]
-    forward, backward = _levels([(r.key, r.graph) for r in regions], surroundings)
+    base, forward, backward = _levels([(r.key, r.graph) for r in regions], surroundings)
     memory: list[int] = []
     units: list[int] = []
     seconds: list[float] = []
-    held = 0  # by the regions that have run, for their backward
-    for level, (steps, _, size) in zip(forward, phases, strict=True):
-        memory += level.with_calls([m for m, _ in steps], held, held + size, held)
-        units += [level.unit_bytes] * len(steps)
-        seconds += [s for _, s in steps]
+
+    def add(beside: Beside, steps: _Phase, before: int, after: int, during: int) -> None:
+        """A call's actions, and what is alive beside them; the first and the last have what is before and after it."""
+        first = len(memory)
+        memory.extend(beside.level_bytes + during + m for m, _ in steps)
+        memory[first] = max(memory[first], beside.before_bytes + before)
+        memory[-1] = max(memory[-1], beside.after_bytes + after)
+        units.extend([0 if surroundings.gathering is None else beside.level_bytes] * len(steps))
+        seconds.extend(s for _, s in steps)
+
+    held = base  # and by the regions that have run, for their backward
+    for beside, (steps, _, size) in zip(forward, phases, strict=True):
+        add(beside, steps, held, held + size, held)
         held += size
     num_forward = len(memory)
-    for level, (_, steps, size) in zip(backward, reversed(phases), strict=True):
+    for beside, (_, steps, size) in zip(backward, reversed(phases), strict=True):
         held -= size
-        memory += level.with_calls([m for m, _ in steps], held + size, held, held)
-        units += [level.unit_bytes] * len(steps)
-        seconds += [s for _, s in steps]
+        add(beside, steps, held + size, held, held)
     return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes, tuple(units))
 
 
@@ -169,8 +175,9 @@ class StepPeaks:
     """
 
     def __init__(self, calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> None:
-        forward, backward = _levels(calls, surroundings)
-        self._forward, self._backward = _level_arrays(forward), _level_arrays(backward[::-1])
+        base, *levels = _levels(calls, surroundings)
+        forward, backward = ([[b.level_bytes, b.before_bytes, b.after_bytes] for b in part] for part in levels)
+        self._forward, self._backward = (base + np.array(part, np.int64).T for part in (forward, backward[::-1]))
 
     def of(self, forward_bytes: Ints, backward_bytes: Ints, held_bytes: Ints) -> Ints:
         """The peaks, those of the forwards first; their maximum is that of `step_timeline`.
@@ -194,32 +201,8 @@ class StepPeaks:
         return np.concatenate([forward, backward], axis=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """What is alive beside a call's forward or backward, what regions hold apart.
-
-    Attributes:
-        during_bytes: What its own memory comes on top of.
-        before_bytes: The most that is alive right before it, where units do something there.
-        after_bytes: The most that is alive right after it, likewise.
-        unit_bytes: What of the first the units hold.
-    """
-
-    during_bytes: int
-    before_bytes: int = 0
-    after_bytes: int = 0
-    unit_bytes: int = 0
-
-    def with_calls(self, own: list[int], before: int, after: int, during: int) -> list[int]:
-        """The most alive in each of its actions; the first and the last have what is before and after it."""
-        memory = [self.during_bytes + during + m for m in own]
-        memory[0] = max(memory[0], self.before_bytes + before)
-        memory[-1] = max(memory[-1], self.after_bytes + after)
-        return memory
-
-
-def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> tuple[list[_Level], list[_Level]]:
-    """What is alive beside each call's forward, and beside each backward, in the order in which they run.
+def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> tuple[int, list[Beside], list[Beside]]:
+    """What is alive throughout, beside each call's forward, and beside each backward, in the order in which they run.
 
     Args:
         calls: Name and graph of each.
@@ -230,31 +213,19 @@ def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> t
     base = surroundings.resident_bytes + surroundings.correction_bytes
     base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph in calls)
     if surroundings.gathering is not None:
-        forward, backward = beside_calls(
-            surroundings.gathering,
-            [grads[key] for key, _ in calls],
-            is_alone=surroundings.is_alone,
-            is_accumulating=surroundings.is_accumulating,
-        )
-        return [_level(base, beside) for beside in forward], [_level(base, beside) for beside in backward]
+        gradients = [grads[key] for key, _ in calls]
+        alone, accumulating = surroundings.is_alone, surroundings.is_accumulating
+        return base, *beside_calls(surroundings.gathering, gradients, is_alone=alone, is_accumulating=accumulating)
     kept = 0 if surroundings.is_alone else sum(grads.values())
     arrived = kept if surroundings.is_accumulating else 0
-    levels: list[_Level] = []
+    backward: list[Beside] = []
     done: set[str] = set()
     for key, _ in reversed(calls):
-        levels.append(_Level(base + arrived))
+        backward.append(Beside(arrived))
         if not surroundings.is_accumulating and key not in done:
             done.add(key)
             arrived += grads[key]
-    return [_Level(base + kept) for _ in calls], levels
-
-
-def _level_arrays(levels: Sequence[_Level]) -> tuple[Ints, ...]:
-    return tuple(np.array([[v.during_bytes, v.before_bytes, v.after_bytes] for v in levels], np.int64).T)
-
-
-def _level(base: int, beside: Beside) -> _Level:
-    return _Level(base + beside.level_bytes, base + beside.before_bytes, base + beside.after_bytes, beside.level_bytes)
+    return base, [Beside(kept) for _ in calls], backward
 
 
 def forward_length(schedule: Schedule, num_nodes: int) -> int:

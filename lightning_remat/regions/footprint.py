@@ -66,7 +66,7 @@ def optimizer_footprint(
     step_bytes = 0
     for optimizer in optimizers:
         # Not the peak: a device's allocator counts the batch and other models too.
-        alive = [*_owned(module), *optimizer_tensors(optimizers)]
+        alive = [*owned_tensors(module), *optimizer_tensors(optimizers)]
         with measure_growth(device, alive) as growth:
             cast(Callable[..., Any], optimizer.step)(closure=_zero_loss)
         step_bytes = max(step_bytes, storage_bytes(alive) + growth.peak_bytes)
@@ -79,7 +79,7 @@ def optimizer_footprint(
     return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), step_bytes, watch.seconds)
 
 
-def _owned(module: nn.Module) -> list[Tensor]:
+def owned_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters, their gradients and buffers."""
     parameters = list(module.parameters())
     return [*parameters, *(p.grad for p in parameters if p.grad is not None), *module.buffers()]

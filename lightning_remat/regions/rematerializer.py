@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import Budget, check_budget, parse_budget
-from ..capture.tracer import trace
+from ..capture.tracer import trace, ways_of
 from ..devices import device_of
 from ..errors import TraceError
-from ..execution.rewriter import Rewriting, restore
+from ..execution.program import checked_program
+from ..execution.rewriter import Rewriting, install, restore
 from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
@@ -31,7 +32,7 @@ from .rewriter import rewrite_regions
 from .search import is_exchanged
 from .self_check import find_difference
 from .step_run import step_outcome
-from .whole import rewrite_as_planned, rewrite_whole
+from .whole import rewrite_whole
 
 logger = logging.getLogger("lightning_remat")
 
@@ -123,7 +124,7 @@ def rematerialize(
                 made = rewrite_whole(module, args, kwargs, traced, budget_of=budget_of, planner=planner)
             else:
                 check_fit(plan.graph, module, args, kwargs)
-                rewrite_as_planned(module, args, kwargs, traced, plan, planner)
+                install(module, checked_program(ways_of(traced, args, kwargs), plan), plan, planner)
                 made = plan
         if self_check:
             made = _checked(module, args, kwargs, made)

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.tracer import out_of_place, ways_of
+from ..capture.tracer import out_of_place
 from ..errors import InfeasibleBudgetError
 from ..execution.executor import retried
 from ..execution.program import checked_program
 from ..execution.rewriter import current_plan, forced, install, restore
-from ..lowering import lower_kept
+from ..lowering import keep_everything
 from ..module_state.nesting import flatten, tensors_in
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
@@ -69,22 +69,6 @@ def rewrite_whole(
         return whole.with_way(apart).fitted(budget_bytes, plain)
 
 
-def rewrite_as_planned(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    traced: TracedModule,
-    plan: Plan,
-    planner: str | Callable[..., Schedule],
-) -> None:
-    """Installs a plan that was made earlier; in-place activations are apart in some.
-
-    Raises:
-        ValueError: It was made for other operations.
-    """
-    install(module, checked_program(ways_of(traced, args, kwargs), plan), plan, planner)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Whole:
     """A module and the arguments of a step, with its operations and their profile in each way in which they may run."""
@@ -115,7 +99,7 @@ class _Whole:
 
     def plain(self, graph: Graph) -> Simulation:
         """The step without a plan, run once where it can be."""
-        predicted = simulate(graph, lower_kept(graph, range(len(graph.nodes))), holds_outputs=False)
+        predicted = simulate(graph, keep_everything(graph), holds_outputs=False)
         if not self.can_run:
             return predicted
         peak = plain_step_peak(self.module, self.args, self.kwargs, predicted.peak_bytes, is_module_alone=True)
@@ -135,7 +119,7 @@ class _Whole:
         allowed = budget_bytes
         if plain.peak_bytes <= budget_bytes:  # planners count outputs for longer than a loss holds them
             graph = self.graphs[0]
-            allowed = max(allowed, simulate(graph, lower_kept(graph, range(len(graph.nodes)))).peak_bytes)
+            allowed = max(allowed, simulate(graph, keep_everything(graph)).peak_bytes)
         for number in range(_MOST_STEPS):
             infeasible: InfeasibleBudgetError | None = None
             try:

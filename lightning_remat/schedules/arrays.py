@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import Flags, Ints, Small
+from .compiled import Flags, Floats, Ints, Small
 from .graph import Graph
 from .schedule import Action, Schedule
 
@@ -26,12 +26,15 @@ class GraphArrays(NamedTuple):
     output_bytes: Ints
     tape_bytes: Ints
     workspace_bytes: Ints  # of a forward run
+    seconds: Floats  # of a forward run
     is_shared: Flags  # whether views or the caller live in a root's storage
     is_output: Flags  # whether the caller holds it until its backward
     read_start: Small  # [n + 1], what a run reads
     read: Small
     saved_start: Small  # [n + 1], what a backward reads
     saved: Small
+    member_start: Small  # [n + 1], for each root itself and the views of it
+    member: Small
 
 
 @lru_cache(maxsize=8)
@@ -39,16 +42,21 @@ def graph_arrays(graph: Graph) -> GraphArrays:
     """The graph as arrays, remembered for the last few."""
     nodes, roots = graph.nodes, graph.roots
     shared = {roots[n] for n, node in enumerate(nodes) if node.is_view or n in graph.outputs}
+    members: list[list[int]] = [[] for _ in nodes]
+    for n, root in enumerate(roots):
+        members[root].append(n)
     return GraphArrays(
         np.array(roots, np.int64),
         np.array([-1 if node.storage_of is None else node.storage_of for node in nodes], np.int64),
         np.array([node.output_bytes for node in nodes], np.int64),
         np.array([node.tape_bytes for node in nodes], np.int64),
         np.array([node.forward_workspace_bytes for node in nodes], np.int64),
+        np.array([node.forward_seconds for node in nodes], np.float64),
         np.array([n in shared for n in range(len(nodes))], np.uint8),
         np.array([n in graph.outputs for n in range(len(nodes))], np.uint8),
         *rows(graph.reads[n] for n in range(len(nodes))),
         *rows(node.saved for node in nodes),
+        *rows(members),
     )
 
 

@@ -1,9 +1,14 @@
-"""Graphs as numbers of nodes and pairs of them: orders, connected parts, articulation points."""
+"""Graphs as numbers of nodes and pairs of them: orders, connected parts, articulation points, dominators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import networkx  # pyright: ignore[reportMissingTypeStubs]
+
+nx: Any = networkx  # its functions carry no types
 
 
 def topological_order(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
@@ -26,14 +31,17 @@ def topological_order(count: int, edges: Iterable[tuple[int, int]]) -> list[int]
         raise ValueError(f"the edges make a cycle: {' → '.join(map(str, error.args[1]))}") from error
 
 
-def neighbours(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """For each node those at the other ends of its edges, directions ignored; edges to other nodes do not count."""
-    near: dict[int, list[int]] = {v: [] for v in nodes}
-    for a, b in edges:
-        if a in near and b in near:
-            near[a].append(b)
-            near[b].append(a)
-    return near
+def undirected(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> Any:
+    """The graph of networkx in which `graph[v]` are those at the other ends of v's edges; edges to others are left out.
+
+    Args:
+        nodes: Its nodes.
+        edges: Pairs of nodes, of which the directions are ignored.
+    """
+    graph = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from((a, b) for a, b in edges if a in graph and b in graph)
+    return graph
 
 
 def connected_parts(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[set[int]]:
@@ -42,18 +50,7 @@ def connected_parts(nodes: Iterable[int], edges: Iterable[tuple[int, int]]) -> l
     >>> connected_parts([0, 1, 2, 4], [(0, 2), (2, 3), (3, 4)])
     [{0, 2}, {1}, {4}]
     """
-    near = neighbours(nodes, edges)
-    parts: list[set[int]] = []
-    while near:
-        v = next(iter(near))
-        part, stack = {v}, [v]
-        while stack:
-            for w in near.pop(stack.pop()):
-                if w not in part:
-                    part.add(w)
-                    stack.append(w)
-        parts.append(part)
-    return parts
+    return list(nx.connected_components(undirected(nodes, edges)))
 
 
 def articulation_points(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
@@ -62,32 +59,26 @@ def articulation_points(count: int, edges: Iterable[tuple[int, int]]) -> set[int
     >>> articulation_points(5, [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4)])
     {1}
     """
-    near = neighbours(range(count), edges)
-    depth = [-1] * count
-    low = [0] * count  # the least depth that the subtree of a node reaches around it
-    found: set[int] = set()
-    for root in range(count):
-        if depth[root] >= 0:
-            continue
-        depth[root] = 0
-        num_root_branches = 0
-        stack: list[tuple[int, int, Iterator[int]]] = [(root, -1, iter(near[root]))]
-        while stack:
-            v, parent, rest = stack[-1]
-            w = next(rest, None)
-            if w is None:
-                stack.pop()
-                if parent >= 0:
-                    low[parent] = min(low[parent], low[v])
-                    if parent == root:
-                        num_root_branches += 1
-                    elif low[v] >= depth[parent]:
-                        found.add(parent)
-            elif depth[w] < 0:
-                depth[w] = low[w] = depth[v] + 1
-                stack.append((w, v, iter(near[w])))
-            elif w != parent:
-                low[v] = min(low[v], depth[w])
-        if num_root_branches > 1:
-            found.add(root)
-    return found
+    return set(nx.articulation_points(undirected(range(count), edges)))
+
+
+def dominators(edges: Iterable[tuple[int, int]], source: int) -> Callable[[int], list[int]]:
+    """Tells of each node those that all paths from the source to it meet on the way, the source first.
+
+    >>> dominators([(0, 1), (1, 2), (1, 3), (2, 3)], source=0)(3)
+    [0, 1]
+
+    Args:
+        edges: Pairs (from, to).
+        source: From which all nodes are reached.
+    """
+    nearest: dict[int, int] = nx.immediate_dominators(nx.DiGraph(edges), source)
+
+    def of(v: int) -> list[int]:
+        found: list[int] = []
+        while v != source:
+            v = nearest[v]
+            found.append(v)
+        return found[::-1]
+
+    return of

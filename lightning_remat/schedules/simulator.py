@@ -71,13 +71,8 @@ def simulate(
     if gradients not in ("fresh", "kept"):
         raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
     replay = Replay(graph, schedule, gradients, holds_outputs)
-    num_nodes = len(graph.nodes)
-    for position, (kind, node) in enumerate(schedule.actions):
-        if node >= num_nodes:
-            raise replay.error(position, f"the graph has no node {node}, only 0 to {num_nodes - 1}")
-        replay.timeline.append(replay.step(kind, position, node))
+    timeline = tuple(replay.run())
     replay.finish()
-    timeline = tuple(replay.timeline)
     peak = max(timeline, default=replay.alive)
     seconds, again = math.fsum(replay.seconds), math.fsum(replay.recompute_seconds)
     return Simulation(peak, seconds, again, timeline, tuple(replay.seconds))
@@ -90,8 +85,7 @@ def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fre
         ScheduleError: It breaks a rule.
     """
     replay = Replay(graph, schedule, gradients)
-    for position, (kind, node) in enumerate(schedule.actions):
-        replay.step(kind, position, node)
+    replay.run()
     return replay.alive
 
 
@@ -120,7 +114,15 @@ class Replay(GradientMemory):
         self.is_running_again = False  # in a stretch of recomputations
         self.seconds: list[float] = []  # of each action; summed once, exactly: their order must not show
         self.recompute_seconds: list[float] = []
-        self.timeline: list[int] = []
+
+    def run(self) -> list[int]:
+        """Replays the actions; the most alive during each."""
+        timeline: list[int] = []
+        for position, (kind, n) in enumerate(self.schedule.actions):
+            if n >= len(self.graph.nodes):
+                raise self.error(position, f"the graph has no node {n}, only 0 to {len(self.graph.nodes) - 1}")
+            timeline.append(self.step(kind, position, n))
+        return timeline
 
     def step(self, kind: ActionKind, position: int, n: int) -> int:
         """Replays one action; the most alive during it."""

@@ -61,8 +61,7 @@ class TimeBound:
         self.graph, self._max_columns = graph, max_columns
         arrays = graph_arrays(graph)
         count = len(graph.nodes)
-        self._output_bytes, self._tape_bytes = arrays.output_bytes, arrays.tape_bytes
-        self._seconds = np.array([node.forward_seconds for node in graph.nodes], np.float64)
+        self._output_bytes, self._tape_bytes, self._seconds = arrays.output_bytes, arrays.tape_bytes, arrays.seconds
         self._is_view = arrays.base >= 0
         self._readers = _first_readers(graph)
         pairs = {(v, graph.roots[i]) for v in range(count) if not self._is_view[v] for i in graph.reads[v]}

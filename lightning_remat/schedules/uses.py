@@ -24,11 +24,6 @@ def last_reads(graph: Graph) -> list[int]:
     return [max(found, default=n) for n, found in enumerate(storage_readers(graph))]
 
 
-def members(graph: Graph) -> list[list[int]]:
-    """For each root itself and the views of it."""
-    return _inverted([root] for root in graph.roots)
-
-
 def _inverted(lists: Iterable[Iterable[int]]) -> list[list[int]]:
     """For each of as many nodes as there are lists the numbers of those that name it, ascending."""
     rows = [dict.fromkeys(row) for row in lists]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
@@ -34,6 +35,7 @@ from ..regions.footprint import (
     optimizer_footprint,
     optimizer_tensors,
     outside_bytes,
+    owned_tensors,
     storage_bytes,
 )
 from ..regions.gathering import gathering_of
@@ -62,12 +64,12 @@ class StepFailedError(Exception):
 
 
 @contextmanager
-def _told_apart() -> Generator[None]:
-    """What the user's step raises, from what this package does; a lack of memory is of the size that was tried."""
+def _told_apart(is_of_the_size: Callable[[BaseException], bool] = is_out_of_memory) -> Generator[None]:
+    """What the user's step raises, from what this package does and what is of the size that was tried."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_of_the_size(error):
             raise
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
@@ -103,6 +105,7 @@ class LightningTrial:
         loaders: Sequence[Any] = (),
     ) -> None:
         self.trainer, self.modules = trainer, settings.modules
+        self.module: nn.Module = trainer.lightning_module
         self.effective_batch_size = settings.effective_batch_size
         self.gather_bandwidth: Bandwidth | None = settings.gather_bandwidth
         self.batch, self.batch_idx, self.is_on_device = batch, batch_idx, is_on_device
@@ -122,8 +125,7 @@ class LightningTrial:
     @contextmanager
     def undone(self) -> Generator[None]:
         """Nothing that the block does to module, trainer, optimizers, loggers, batch or random states stays."""
-        trainer = self.trainer
-        module = trainer.lightning_module
+        trainer, module = self.trainer, self.module
         settle(module)  # before it is recorded
         with preserved([module], state_holders(trainer)), silent(trainer), settled(module), torch.enable_grad():
             try:
@@ -179,7 +181,7 @@ class LightningTrial:
                 forward_and_backward(trainer, self.batch_of(batch_size), index)
 
         view = look_through(
-            trainer.lightning_module,
+            self.module,
             step,
             self.modules if modules is None else modules,
             undone=prepared,
@@ -195,8 +197,8 @@ class LightningTrial:
         with self.undone():
             batch = tensors_in(self.batch_of(batch_size))
             optimizer = self._optimizer()
-        self.gather_bandwidth = bandwidth_of(self.trainer.lightning_module, self.gather_bandwidth)  # measured once
-        outside, buckets = outside_bytes(self.trainer.lightning_module, view, batch), buckets_of(self.trainer)
+        self.gather_bandwidth = bandwidth_of(self.module, self.gather_bandwidth)  # measured once
+        outside, buckets = outside_bytes(self.module, view, batch), buckets_of(self.trainer)
         return Surroundings(
             resident_bytes=outside + optimizer.state_bytes + buckets.copy_bytes,
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch) + buckets.copy_bytes,
@@ -210,15 +212,15 @@ class LightningTrial:
 
         An optimizer that makes no step of a gradient of zero has to be tried with the step's own.
         """
-        module, optimizers = self.trainer.lightning_module, self.trainer.strategy.optimizers
+        optimizers = self.trainer.strategy.optimizers
         try:
-            return optimizer_footprint(module, optimizers, self.device)
+            return optimizer_footprint(self.module, optimizers, self.device)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             logger.info("the optimizers are measured in whole steps, as on gradients of zero they raise %r", error)
             self.with_optimizer = True
-            owned = storage_bytes([*module.parameters(), *module.buffers()])
+            owned = storage_bytes([*self.module.parameters(), *self.module.buffers()])
             return OptimizerFootprint(storage_bytes(optimizer_tensors(optimizers)), owned, 0.0)
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
@@ -231,28 +233,23 @@ class LightningTrial:
             StepFailedError: The step raises, for another reason than a lack of memory or of samples.
         """
         step = partial(self._tried, batch_size, with_scratch)
-        return together(self.trainer.lightning_module, step, is_out_of_memory)
+        return together(self.module, step, is_out_of_memory)
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
             self._forget_batch()
             empty_cache(self.device)
             held = self._held_bytes(self.batch_of(batch_size))
-            try:
-                with nullcontext() if self.within is None else enforced(self.device, self.within, held):
-                    return self._measured(batch_size, with_scratch)
-            except Exception as error:
-                if is_out_of_memory(error) or is_too_small_for_batch_norm(error):
-                    raise
-                raise StepFailedError(f"{type(error).__name__}: {error}") from error
+            limited = nullcontext() if self.within is None else enforced(self.device, self.within, held)
+            with _told_apart(lambda error: is_out_of_memory(error) or is_too_small_for_batch_norm(error)), limited:
+                return self._measured(batch_size, with_scratch)
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
-        module, trainer = self.trainer.lightning_module, self.trainer
         batch = self.batch_of(batch_size)
         peak_bytes = 0
         if not self.with_optimizer:
             peak_bytes = self._optimizer().step_bytes + storage_bytes(tensors_in(batch))
-            for parameter in module.parameters():
+            for parameter in self.module.parameters():
                 parameter.grad = None
         for i in range(STEPS_PER_TRIAL):
             if i and not self.is_on_device:
@@ -260,28 +257,25 @@ class LightningTrial:
                 self._forget_batch()  # training brings every batch anew, to where memory is free then
                 if self.validation is not None:
                     with self._metered([], with_scratch) as measured:
-                        self.validation.run(trainer, batch_size)
+                        self.validation.run(self.trainer, batch_size)
                     peak_bytes = max(peak_bytes, measured.peak_bytes)
                 batch = self.batch_of(batch_size)
             zero_grad = i == 0 or self._num_accumulated(batch_size) == 1
             with self._metered(batch, with_scratch) as measured:
                 run_optimization(
-                    trainer, batch, self.batch_idx, zero_grad=zero_grad, with_optimizer=self.with_optimizer
+                    self.trainer, batch, self.batch_idx, zero_grad=zero_grad, with_optimizer=self.with_optimizer
                 )
             peak_bytes = max(peak_bytes, measured.peak_bytes)
         return peak_bytes + self._unseen_bytes()
 
     def _metered(self, batch: Any, with_scratch: bool) -> AbstractContextManager[Peak]:
         alive = [*optimizer_tensors(self.trainer.strategy.optimizers), *tensors_in(batch)]
-        return measure_peak(self.device, [self.trainer.lightning_module, *alive], with_scratch=with_scratch)
+        return measure_peak(self.device, [self.module, *alive], with_scratch=with_scratch)
 
     def _held_bytes(self, batch: Any) -> int:
         """What of a budget is taken before a step."""
-        parameters = list(self.trainer.lightning_module.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
         states = optimizer_tensors(self.trainer.strategy.optimizers)
-        buffers = self.trainer.lightning_module.buffers()
-        return storage_bytes([*parameters, *gradients, *buffers, *states, *tensors_in(batch)])
+        return storage_bytes([*owned_tensors(self.module), *states, *tensors_in(batch)])
 
     def _unseen_bytes(self) -> int:
         """The buckets of DDP, of which no operation tells; an allocator counts them."""
@@ -294,18 +288,13 @@ class LightningTrial:
         schedules = [c.scheduling for c in callbacks_of(self.trainer) if isinstance(c, GradientAccumulationScheduler)]
         return max(self.trainer.accumulate_grad_batches, *(n for s in schedules for n in s.values()), 1)
 
-    def held(self) -> tuple[int, ...]:
-        """Bytes of each parameter and buffer."""
-        module = self.trainer.lightning_module
-        return tuple(storage_bytes([t]) for t in (*module.parameters(), *module.buffers()))
-
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.trainer.lightning_module, self.device) + self._unseen_bytes()
+        return alive_bytes(self.module, self.device) + self._unseen_bytes()
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
-        if batch_size == 1 or not any(isinstance(m, _BatchNorm) for m in self.trainer.lightning_module.modules()):
+        if batch_size == 1 or not any(isinstance(m, _BatchNorm) for m in self.module.modules()):
             return False
         counts = [(num_samples_in([loader]), keeps_last_batch(loader)) for loader in self.loaders]
         return any(n is not None and kept and -(-n // self.num_devices) % batch_size == 1 for n, kept in counts)

@@ -51,17 +51,10 @@ class StepRetry:
         """The step's result, of the second attempt if the first ran out of memory."""
         if self.has_retried:
             return step()
-        module = self.trainer.lightning_module
-        undo = record([module, *logged_results(self.trainer)], with_parameters=False, with_gradients=is_accumulating)
-        undo_random = RandomState.of_all().put_back
-        try:
-            return step()
-        except BaseException as error:
-            first = _exhausted(error)
+        made, first = self._attempted(step, records_gradients=is_accumulating, keeps_gradients=is_accumulating)
+        if first is None:
+            return made
         self.has_retried = True
-        undo()
-        undo_random()
-        self._make_room(with_gradients=is_accumulating)
         try:
             plan = self._replan(batch)
         except ValueError as error:  # no tighter plan: the first error stands
@@ -79,26 +72,32 @@ class StepRetry:
         It is the first one's: what a step has drawn, logged and counted is undone. Gradients of the last training step
         go, which the next one would drop, unless several batches are summed.
         """
-        module, trainer = self.trainer.lightning_module, self.trainer
-        undo = record([module, *logged_results(trainer)], with_parameters=False, with_gradients=False)
+        is_summing = self.trainer.accumulate_grad_batches > 1
+        made, first = self._attempted(step, records_gradients=False, keeps_gradients=is_summing)
+        if first is None:
+            return made
+        rank_zero_warn(f"a validation step ran out of memory and is run again in memory that was made free: {first}")
+        return step()
+
+    def _attempted(
+        self, step: Callable[[], Any], *, records_gradients: bool, keeps_gradients: bool
+    ) -> tuple[Any, BaseException | None]:
+        """The step's result; or that memory ran out: then it is undone, and what it does not need has gone."""
+        module = self.trainer.lightning_module
+        undo = record([module, *logged_results(self.trainer)], with_parameters=False, with_gradients=records_gradients)
         undo_random = RandomState.of_all().put_back
         try:
-            return step()
+            return step(), None
         except BaseException as error:
             first = _exhausted(error)
         undo()
         undo_random()
-        self._make_room(with_gradients=trainer.accumulate_grad_batches > 1)
-        rank_zero_warn(f"a validation step ran out of memory and is run again in memory that was made free: {first}")
-        return step()
-
-    def _make_room(self, *, with_gradients: bool) -> None:
-        """Lets go of what is not needed to run a step, gradients too unless they are to stay."""
-        if not with_gradients:
-            for parameter in self.trainer.lightning_module.parameters():
+        if not keeps_gradients:
+            for parameter in module.parameters():
                 parameter.grad = None
         gc.collect()
         empty_cache(self.trainer.strategy.root_device)
+        return None, first
 
     def _replan(self, batch: Any) -> StepPlan:
         uninstall(self.modules)

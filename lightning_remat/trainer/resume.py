@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,7 @@ from ..schedules.stored import reading, write_whole
 
 _VERSION = 4
 
-_PLAIN = (
-    "batch_size",
-    "budget_bytes",
-    "plain_peak_bytes",
-    "measured_peak_bytes",
-    "num_steps",
-    "choice",
-    "reserved_bytes",
-)
+_PLAIN = tuple(field.name for field in fields(Result) if field.name not in ("step", "trials"))
 """Of a result, what is stored as it is."""
 
 

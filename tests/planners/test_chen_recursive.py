@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from oracles.node_graphs import node_graphs, relu_chain
 
-from lightning_remat import InfeasibleBudgetError, simulate
+from lightning_remat import Graph, InfeasibleBudgetError, simulate
 from lightning_remat.planners.chen_recursive import _plans, plan_chen_recursive
 
 
@@ -66,3 +66,8 @@ def test_every_plan_of_every_depth_is_valid_with_first_runs_in_order(graph):
 def test_wrong_options_are_refused(option):
     with pytest.raises(ValueError, match=f"{option} is 0"):
         plan_chen_recursive(relu_chain(3), 10**6, **{option: 0})
+
+
+@pytest.mark.parametrize("option", ["num_kept", "num_levels"])
+def test_options_hold_for_no_operations_as_well(option):
+    assert not plan_chen_recursive(Graph(()), 0, **{option: 2}).actions

@@ -15,7 +15,6 @@ from lightning_remat.planners._auto.intervals import bar, list_gaps, unbar
 from lightning_remat.planners._auto.window_simulator import (
     NONE,
     NUM_WINDOWS,
-    PINNED,
     no_windows,
     pack,
     replay,
@@ -31,7 +30,7 @@ def random_windows(graph: Graph, rng: random.Random) -> np.ndarray:
     for v in range(steps):
         n = v % len(graph.nodes)
         is_tape = v >= len(graph.nodes)
-        is_free = bool(graph.nodes[n].tape_bytes) if is_tape else graph.roots[n] == n and not problem.nodes[n, PINNED]
+        is_free = bool(graph.nodes[n].tape_bytes) if is_tape else graph.roots[n] == n and not problem.is_pinned[n]
         if not is_free:
             continue
         places = sorted(rng.sample(range(n, steps), min(2 * rng.randrange(NUM_WINDOWS + 1), steps - n) // 2 * 2))

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from benchmarks.predicted_allocated import allocated_peak
+from benchmarks.predicted_allocated import allocated_peak, measure_allocated_growth
 from lightning_remat import InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, trace
-from lightning_remat.measure.allocated_growth import measure_allocated_growth
 
 
 def test_the_allocators_growth_is_counted_and_what_dies_is_not() -> None:

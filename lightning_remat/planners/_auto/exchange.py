@@ -28,7 +28,7 @@ def propose(
     `work` is that of the replay of the present windows. The second result is how many sets were compared.
     """
     found = list_gaps(problem, work, num_actions)
-    rows, sizes, seconds = with_twins(found[0], found[1], found[2], len(problem.seconds))
+    rows, sizes, seconds = with_twins(found[0], found[1], found[2], len(problem.is_pinned))
     highest = int(work.most.argmax())
     room = limit - work.most[highest]
     first = rows[:, START] + 2 - np.maximum(rows[:, HELD], 1)  # step whose memory the gap changes

@@ -108,7 +108,7 @@ class FrontBuilder:
     def _meet(self, candidates: Iterable[Candidate]) -> None:
         judge = Judge(self.graph)
         for number, (peak, seconds, schedule) in enumerate(candidates):
-            self._tell(1 - 1 / (1 + number / 100), "other planners")
+            self.progress.update(1 - 1 / (1 + number / 100), "other planners")
             if self.priced_graph is not self.graph:
                 self.priced.offer_schedule(peak, seconds, schedule)
                 seconds = judge.cost(schedule).seconds
@@ -145,7 +145,7 @@ class FrontBuilder:
             limit = self.bound + span * k // num_levels
             if self.front.peaks[0] <= limit and self.search.num_actions > walked * (1 - (k + 0.5) / num_levels):
                 continue  # a rival is there already, and the levels above took more than their share
-            self._tell(1 - k / num_levels, "the lowest peak")
+            self.progress.update(1 - k / num_levels, "the lowest peak")
             if self.search.num_actions < walked:
                 state = self._step_down(state, limit, constants.SEED_SHARE * walked * (1 - k / num_levels))
                 if self.front.peaks[0] > limit:
@@ -175,7 +175,7 @@ class FrontBuilder:
         idle = 0
         while self.search.num_actions < last and idle < constants.MAX_IDLE_KICKS:
             before = self.front.peaks[0], self.front.seconds[0]
-            self._tell(1 - (last - self.search.num_actions) / self.last, "the lowest peak")
+            self.progress.update(1 - (last - self.search.num_actions) / self.last, "the lowest peak")
             self.search.kick(self._best(self.front.peaks[0]), self.front.peaks[0], self.random)
             idle = 0 if before != (self.front.peaks[0], self.front.seconds[0]) else idle + 1
 
@@ -194,7 +194,7 @@ class FrontBuilder:
             for k, limit in enumerate(chosen):
                 if self.search.num_actions > first + left * (k + 0.5) / len(chosen):
                     continue  # the levels above took more than their share
-                self._tell((number + k / len(chosen)) / 3, "budget by budget")
+                self.progress.update((number + k / len(chosen)) / 3, "budget by budget")
                 most = 0.0 if number else first + constants.SEED_SHARE * left * (k + 1) / len(chosen)
                 state = self._step_down(self._best(state.peak_bytes), limit, most, relaxed=True)
         for limit in reversed(levels):
@@ -209,7 +209,7 @@ class FrontBuilder:
         state = self._best(above)
         for k in range(1, constants.BRIDGE_STEPS + 1):
             limit = above - (above - low) * k // constants.BRIDGE_STEPS
-            self._tell(k / constants.BRIDGE_STEPS, "near the lowest peak")
+            self.progress.update(k / constants.BRIDGE_STEPS, "near the lowest peak")
             state = self._settle(state, limit, probes=constants.PROBES)
             if state.peak_bytes > limit or self.search.num_actions > last:
                 break
@@ -222,7 +222,7 @@ class FrontBuilder:
         while self.search.num_actions < last and idle_rounds < constants.MAX_IDLE_ROUNDS:
             before = list(self.front.seconds), list(self.front.peaks)
             for limit in (*self.levels(), *[self.front.peaks[0]] * constants.KICKS_AT_LOWEST):
-                self._tell(self.search.num_actions / last, "improving")
+                self.progress.update(self.search.num_actions / last, "improving")
                 self.search.kick(self._best(limit), limit, self.random)
                 if self._best(limit).seconds != exchanged.get(limit):
                     exchanged[limit] = self._exchange(limit)
@@ -233,9 +233,6 @@ class FrontBuilder:
     def _exchange(self, limit: int) -> float:
         """Exchanges from the best known at a level; its seconds after that."""
         return self.search.exchange(self._best(limit), limit).seconds
-
-    def _tell(self, fraction: float, stage: str) -> None:
-        self.progress.update(fraction, stage)
 
     def _step_down(self, state: State, limit: int, most: float, *, relaxed: bool = False) -> State:
         """From `state`, and from the programs while fewer than `most` actions are replayed in all, to `limit`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...schedules.compiled import Flags, Floats, Ints, Small, njit
-from .window_simulator import NONE, NUM_WINDOWS, OUTPUT, PINNED, ROOT, TAPE, Problem, Work, replay
+from .window_simulator import NONE, NUM_WINDOWS, Problem, Work, replay
 
 VALUE, START, END, HELD = range(4)
 
@@ -19,8 +19,7 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
         the end of the earlier step, 2 from within it, after whose runs the step's own action does not need it); the
         value's bytes; the seconds of the run that makes it again.
     """
-    count = len(problem.seconds)
-    nodes = problem.nodes
+    arrays, count = problem.arrays, len(problem.is_pinned)
     rows = np.empty((4 * num_actions + 16, 4), np.int32)
     sizes = np.empty(4 * num_actions + 16, np.int64)
     used: Small = np.full(2 * count, -1, np.int32)  # step of the next use
@@ -30,44 +29,40 @@ def list_gaps(problem: Problem, work: Work, num_actions: int) -> tuple[Small, In
         a, step = work.action[at], work.step[at]
         held = 2 if at + 1 < num_actions and work.step[at + 1] == step else 1
         if a >= 0:
-            first, last, needs = problem.read_start[a], problem.read_start[a + 1], problem.read
+            first, last, needs = arrays.read_start[a], arrays.read_start[a + 1], arrays.read
             for v in range(a, a + count + 1, count):
-                if (v < count and (nodes[a, ROOT] != a or nodes[a, PINNED])) or (v >= count and nodes[a, TAPE] == 0):
+                is_tape = v >= count
+                if arrays.tape_bytes[a] == 0 if is_tape else arrays.root[a] != a or problem.is_pinned[a]:
                     continue
                 other = used[v] if used[v] >= 0 else made[v]
                 if other > step and found < len(rows):
-                    _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
-                    sizes[found] = nodes[a, TAPE] if v >= count else nodes[a, OUTPUT]
+                    rows[found, VALUE], rows[found, START], rows[found, END] = v, step, other
+                    rows[found, HELD] = held if used[v] >= 0 else 0
+                    sizes[found] = arrays.tape_bytes[a] if is_tape else arrays.output_bytes[a]
                     found += 1
                 used[v] = -1
                 made[v] = step
         else:
             n = -1 - a
-            first, last, needs = problem.saved_start[n], problem.saved_start[n + 1], problem.saved
+            first, last, needs = arrays.saved_start[n], arrays.saved_start[n + 1], arrays.saved
             used[count + n] = step
         for k in range(first, last):
-            v: int = nodes[needs[k], ROOT]
-            if nodes[v, PINNED]:
+            i: int = needs[k]
+            v: int = arrays.root[i]
+            if problem.is_pinned[v]:
                 continue
             other = used[v] if used[v] >= 0 else made[v]
             if other > step and found < len(rows):
-                _put(rows, found, v, step, other, held if used[v] >= 0 else 0)
-                sizes[found] = nodes[v, OUTPUT]
+                rows[found, VALUE], rows[found, START], rows[found, END] = v, step, other
+                rows[found, HELD] = held if used[v] >= 0 else 0
+                sizes[found] = arrays.output_bytes[v]
                 found += 1
             used[v] = step
     seconds = np.empty(found, np.float64)
     for k in range(found):
         v = rows[k, 0]
-        seconds[k] = problem.seconds[v - count if v >= count else v]
+        seconds[k] = arrays.seconds[v - count if v >= count else v]
     return rows[:found], sizes[:found], seconds
-
-
-@njit
-def _put(rows: Small, at: int, v: int, start: int, end: int, held: int) -> None:
-    rows[at, 0] = v
-    rows[at, 1] = start
-    rows[at, 2] = end
-    rows[at, 3] = held
 
 
 @njit

@@ -49,7 +49,7 @@ class Search:
     most_moves: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.most_moves = 1 + len(self.problem.seconds) // constants.NODES_PER_MOVE
+        self.most_moves = 1 + len(self.problem.is_pinned) // constants.NODES_PER_MOVE
         self.work = work_for(self.problem)
 
     def replay(self, windows: Small) -> tuple[int, float, int]:
@@ -181,7 +181,7 @@ class Search:
         """A neighbour of `state`: absences of a random stretch of nodes are lifted, then the limit is restored."""
         self.num_actions += constants.ACTIONS_PER_CALL
         windows = state.windows.copy()
-        count = len(self.problem.seconds)
+        count = len(self.problem.is_pinned)
         absent = np.flatnonzero(windows[:, 0, 0] < 2 * count)
         if not len(absent):
             return state

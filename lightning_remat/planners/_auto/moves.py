@@ -95,7 +95,7 @@ def _cell(memory: Memory, key: int) -> int:
 def list_drops(problem: Problem, work: Work, num_actions: int, limit: int) -> tuple[Small, Floats, Floats]:
     """Held gaps over steps above the limit, the most that each may free there, and the seconds of a run."""
     found = list_gaps(problem, work, num_actions)
-    rows, sizes, seconds = with_twins(found[0], found[1], found[2], len(problem.seconds))
+    rows, sizes, seconds = with_twins(found[0], found[1], found[2], len(problem.is_pinned))
     steps = len(work.most)
     total, above = np.zeros(steps + 1), np.zeros(steps + 1, np.int64)
     for k in range(steps):
@@ -181,7 +181,7 @@ def choose_holds(
     After `most_actions` replayed actions no more are tried: where little fits, all the thousands of a deep graph were.
     """
     found = list_gaps(problem, work, num_actions)
-    rows, sizes, guesses = with_twins(found[0], found[1], found[2], len(problem.seconds))
+    rows, sizes, guesses = with_twins(found[0], found[1], found[2], len(problem.is_pinned))
     has_room: Flags = find_room(rows, sizes, work, limit)
     rows, guesses = rows[has_room], guesses[has_room]
     worth = np.empty(len(rows))

@@ -222,8 +222,9 @@ class Program:
         def slots(sizes: Ints) -> Ints:
             return (sizes + self.unit // 2) // self.unit  # a model: to the nearest, the simulator decides
 
+        self._held_slots, self._crossing_slots = slots(blocks.held_bytes), slots(blocks.crossing)
         self.cost, self.choice = fill(
-            blocks.seconds, blocks.again_seconds, slots(blocks.held_bytes), slots(blocks.crossing),
+            blocks.seconds, blocks.again_seconds, self._held_slots, self._crossing_slots,
             slots(blocks.forward_bytes), slots(blocks.backward_bytes), slots(blocks.level_bytes), NUM_SLOTS,
         )  # fmt: skip
 
@@ -250,13 +251,11 @@ class Program:
             if chosen >= 0:
                 self._hold_block(windows, i, chosen, since)
                 if j > i + 1:
-                    size = (int(self.blocks.held_bytes[i, chosen]) + self.unit // 2) // self.unit
-                    stack.append((i + 1, j, m - size, since))
+                    stack.append((i + 1, j, m - int(self._held_slots[i, chosen]), since))
             else:
                 k = -chosen
                 _hold(windows, self._crossers[k], self.blocks.position[i] + 1, since)
-                size = (int(self.blocks.crossing[i, k]) + self.unit // 2) // self.unit
-                stack.append((k, j, m - size, since))
+                stack.append((k, j, m - int(self._crossing_slots[i, k]), since))
                 stack.append((i, k, m, 2 * len(self.graph.nodes) - 1 - self.blocks.position[k]))
         return windows
 

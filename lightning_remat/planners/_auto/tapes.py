@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from ...schedules.compiled_simulator import Judge
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
@@ -27,13 +29,8 @@ def with_tapes_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Sche
         gone = {*early[:count]}
         return Schedule(tuple(a for position, a in enumerate(schedule) if position not in gone))
 
-    most, too_many = 0, len(early) + 1
-    while too_many - most > 1:
-        count = (most + too_many) // 2
-        if judge.cost(without(count)).peak_bytes <= budget_bytes:
-            most = count
-        else:
-            too_many = count
+    counts = range(1, len(early) + 1)
+    most = bisect_right(counts, budget_bytes, key=lambda count: judge.cost(without(count)).peak_bytes)
     return without(most) if most else schedule
 
 

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schedules.arrays import graph_arrays, rows
-from ...schedules.compiled import Flags, Floats, Ints, Small, njit
+from ...schedules.arrays import GraphArrays, graph_arrays
+from ...schedules.compiled import Flags, Ints, Small, njit
 from ...schedules.gradients import gradient_levels
 from ...schedules.graph import Graph
-from ...schedules.uses import members
 
 NUM_WINDOWS = 8
 """Most windows of one value."""
@@ -28,23 +27,14 @@ NUM_WINDOWS = 8
 NONE = 1 << 30
 """Start and end of a window that is not there."""
 
-ROOT, OUTPUT, TAPE, WORKSPACE, IS_SHARED, PINNED = range(6)
 BEFORE, HIGHEST = range(2)
 
 
 class Problem(NamedTuple):
     """A graph as arrays. Value v < n is the output of root v with its views, value n + m the tape of node m."""
 
-    nodes: Ints  # [n, 6]: root, output bytes, tape bytes, forward workspace, whether others live in it, whether pinned
-    seconds: Floats  # [n] of a forward run
-    read_start: Small  # [n + 1] into read
-    read: Small
-    saved_start: Small
-    saved: Small
-    member_start: Small  # members of a root: itself and its views
-    member: Small
-    held_start: Small  # outputs of the graph that live until this backward, as roots
-    held: Small
+    arrays: GraphArrays
+    is_pinned: Flags  # [n] of a root, whether the caller holds it until a backward
     levels: Ints  # [n, 2] gradient bytes before and at most during the backward of a node
     fixed_bytes: int
     fixed_seconds: float  # one forward and one backward of every node
@@ -72,23 +62,12 @@ class Work(NamedTuple):
 
 def pack(graph: Graph) -> Problem:
     """The graph as arrays for the compiled functions."""
-    count = len(graph.nodes)
-    roots, arrays = graph.roots, graph_arrays(graph)
-    views = members(graph)
-    held = {roots[n] for n in graph.outputs}
-    nodes = np.zeros((count, 6), np.int64)
-    for n, node in enumerate(graph.nodes):
-        is_shared = len(views[roots[n]]) > 1 or roots[n] in held
-        sizes = node.output_bytes, node.tape_bytes, node.forward_workspace_bytes
-        nodes[n] = (roots[n], *sizes, is_shared, roots[n] in held)
     before, highest = gradient_levels(graph)
-    until = [[roots[n]] if n in graph.outputs else [] for n in range(count)]
+    is_pinned = np.zeros(len(graph.nodes), np.bool_)
+    is_pinned[[graph.roots[n] for n in graph.outputs]] = True
     return Problem(
-        nodes,
-        np.array([node.forward_seconds for node in graph.nodes], np.float64),
-        *(arrays.read_start, arrays.read, arrays.saved_start, arrays.saved),
-        *rows(views),
-        *rows(until),
+        graph_arrays(graph),
+        is_pinned,
         np.array([before, highest], np.int64).T.copy(),
         graph.input_bytes + graph.static_bytes,
         float(sum(node.forward_seconds + node.backward_seconds for node in graph.nodes)),
@@ -97,7 +76,7 @@ def pack(graph: Graph) -> Problem:
 
 def work_for(problem: Problem) -> Work:
     """Memory for replays of `problem`."""
-    count = len(problem.seconds)
+    count = len(problem.is_pinned)
     longest = 64 * count + 20_000  # a longer schedule is refused: it recomputes everything 60 times
 
     def small(size: int) -> Small:
@@ -106,14 +85,14 @@ def work_for(problem: Problem) -> Work:
     return Work(
         small(longest), small(longest), np.zeros(longest, np.uint8), np.zeros(longest, np.int64),
         np.zeros(2 * count, np.int64), np.zeros(2 * count, np.uint8), small(2 * count), small(count), small(count),
-        small(4 * len(problem.read) + 4 * count + 16), small(2 * count), small(2 * count),
+        small(count), small(2 * count), small(2 * count),
         small(2 * count * NUM_WINDOWS), small(2 * count * NUM_WINDOWS), small(2 * count),
     )  # fmt: skip
 
 
 def no_windows(problem: Problem) -> Small:
     """[2n, NUM_WINDOWS, 2] windows, none of them there: plain autograd."""
-    return np.full((2 * len(problem.seconds), NUM_WINDOWS, 2), NONE, np.int32)
+    return np.full((2 * len(problem.is_pinned), NUM_WINDOWS, 2), NONE, np.int32)
 
 
 @njit
@@ -132,7 +111,7 @@ def replay(problem: Problem, windows: Small, work: Work) -> tuple[int, float, in
 @njit
 def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
     """Writes the runs and backwards in order; their number and seconds."""
-    count = len(problem.seconds)
+    arrays, count = problem.arrays, len(problem.is_pinned)
     resident, barred, marked = work.resident, work.barred, work.marked
     resident[:] = 0
     barred[:] = 0
@@ -142,30 +121,31 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
     longest = len(work.action)
     at = 0
     for step in range(2 * count):
-        if step < count:
-            n = step
-            first, last, needs = problem.read_start[n], problem.read_start[n + 1], problem.read
-        else:
-            n = 2 * count - 1 - step
-            first, last, needs = problem.saved_start[n], problem.saved_start[n + 1], problem.saved
+        # What `uses.mark_missing` finds: it may lie far apart, and a stack does not pass by all that lies between.
         found = 0
         size = 0
+        if step < count:
+            n = step
+            first, last, needs = arrays.read_start[n], arrays.read_start[n + 1], arrays.read
+        else:
+            n = 2 * count - 1 - step
+            first, last, needs = arrays.saved_start[n], arrays.saved_start[n + 1], arrays.saved
+            if arrays.tape_bytes[n] > 0 and not resident[count + n]:
+                marked[n] = step
+                work.stack[size] = n
+                size += 1
         for k in range(first, last):
             if not resident[needs[k]] and marked[needs[k]] != step:
                 marked[needs[k]] = step
                 work.stack[size] = needs[k]
                 size += 1
-        if step >= count and problem.nodes[n, TAPE] > 0 and not resident[count + n] and marked[n] != step:
-            marked[n] = step
-            work.stack[size] = n
-            size += 1
         while size > 0:
             size -= 1
             m = work.stack[size]
             work.list[found] = m
             found += 1
-            for k in range(problem.read_start[m], problem.read_start[m + 1]):
-                i = problem.read[k]
+            for k in range(arrays.read_start[m], arrays.read_start[m + 1]):
+                i = arrays.read[k]
                 if not resident[i] and marked[i] != step:
                     marked[i] = step
                     work.stack[size] = i
@@ -174,26 +154,19 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
             return 0, np.inf
         if found > 1:
             work.list[:found].sort()
-        for k in range(found):
-            m: int = work.list[k]
-            work.action[at] = m
-            work.step[at] = step
-            work.made[at] = not resident[m]
-            at += 1
-            seconds += problem.seconds[m]
-            resident[m] = 1
-            resident[count + m] = 1
-        work.step[at] = step
         if step < count:
-            work.action[at] = n
-            work.made[at] = 1
-            resident[n] = 1
-            resident[count + n] = 1
             work.list[found] = n
             found += 1
-        else:
-            work.action[at] = -1 - n
-        at += 1
+        for k in range(found):
+            m: int = work.list[k]
+            work.action[at], work.step[at], work.made[at] = m, step, not resident[m]
+            at += 1
+            resident[m] = resident[count + m] = 1
+            if m < step:  # else it is the first run
+                seconds += arrays.seconds[m]
+        if step >= count:
+            work.action[at], work.step[at] = -1 - n, step
+            at += 1
         w: int = work.ends[step]
         while w >= 0:
             barred[w // NUM_WINDOWS] -= 1
@@ -202,11 +175,11 @@ def _write(problem: Problem, windows: Small, work: Work) -> tuple[int, float]:
         while w >= 0:
             v = w // NUM_WINDOWS
             barred[v] += 1
-            _drop(problem, resident, v)
+            _drop(arrays, resident, v)
             w = work.next_start[w]
         for k in range(found):
             m = work.list[k]
-            if barred[problem.nodes[m, ROOT]] > 0:
+            if barred[arrays.root[m]] > 0:
                 resident[m] = 0
             if barred[count + m] > 0:
                 resident[count + m] = 0
@@ -233,66 +206,64 @@ def _sort_windows(windows: Small, work: Work) -> None:
 
 
 @njit
-def _drop(problem: Problem, resident: Flags, v: int) -> None:
-    count = len(problem.seconds)
-    if v >= count:
+def _drop(arrays: GraphArrays, resident: Flags, v: int) -> None:
+    if v >= len(arrays.root):
         resident[v] = 0
         return
-    for k in range(problem.member_start[v], problem.member_start[v + 1]):
-        resident[problem.member[k]] = 0
+    for k in range(arrays.member_start[v], arrays.member_start[v + 1]):
+        resident[arrays.member[k]] = 0
 
 
 @njit
 def _end_lives(problem: Problem, work: Work, num_actions: int) -> None:
     """Liveness: `work.freed` says what ends with each action, found by reading the schedule from its end."""
-    count = len(problem.seconds)
-    nodes, alive, freed = problem.nodes, work.alive, work.freed
+    arrays, count = problem.arrays, len(problem.is_pinned)
+    alive, freed = work.alive, work.freed
     alive[:] = 0
     for at in range(num_actions - 1, -1, -1):
         a = work.action[at]
         ended = 0
         if a >= 0:
-            root = nodes[a, ROOT]
-            if root != a or (nodes[a, IS_SHARED] and not work.made[at]):
+            root = arrays.root[a]
+            if root != a or (arrays.is_shared[a] and not work.made[at]):
                 if root != a and not alive[root]:  # a view that nobody reads: its storage ends here
                     alive[root] = 1
-                    ended += nodes[root, OUTPUT]
+                    ended += arrays.output_bytes[root]
             elif alive[a]:
                 alive[a] = 0
             else:
-                ended += nodes[a, OUTPUT]
+                ended += arrays.output_bytes[a]
             if alive[count + a]:
                 alive[count + a] = 0
             else:
-                ended += nodes[a, TAPE]
-            for k in range(problem.read_start[a], problem.read_start[a + 1]):
-                root = nodes[problem.read[k], ROOT]
+                ended += arrays.tape_bytes[a]
+            for k in range(arrays.read_start[a], arrays.read_start[a + 1]):
+                root = arrays.root[arrays.read[k]]
                 if not alive[root]:
                     alive[root] = 1
-                    ended += nodes[root, OUTPUT]
+                    ended += arrays.output_bytes[root]
         else:
             n = -1 - a
-            for k in range(problem.saved_start[n], problem.saved_start[n + 1]):
-                root = nodes[problem.saved[k], ROOT]
+            for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                root = arrays.root[arrays.saved[k]]
                 if not alive[root]:
                     alive[root] = 1
-                    ended += nodes[root, OUTPUT]
+                    ended += arrays.output_bytes[root]
             if not alive[count + n]:
                 alive[count + n] = 1
-                ended += nodes[n, TAPE]
-            for k in range(problem.held_start[n], problem.held_start[n + 1]):
-                root = problem.held[k]
-                if not alive[root]:
-                    alive[root] = 1
-                    ended += nodes[root, OUTPUT]
+                ended += arrays.tape_bytes[n]
+            root = arrays.root[n]
+            if arrays.is_output[n] and not alive[root]:
+                alive[root] = 1
+                ended += arrays.output_bytes[root]
         freed[at] = ended
 
 
 @njit
 def _weigh(problem: Problem, work: Work, num_actions: int) -> int:
     """The peak; fills `work.most`."""
-    count = len(problem.seconds)
-    nodes, levels, most = problem.nodes, problem.levels, work.most
+    arrays, count = problem.arrays, len(problem.is_pinned)
+    levels, most = problem.levels, work.most
     most[:] = 0
     held = problem.fixed_bytes
     peak = 0
@@ -301,10 +272,10 @@ def _weigh(problem: Problem, work: Work, num_actions: int) -> int:
         step = work.step[at]
         if a >= 0:
             level = levels[2 * count - 1 - step, BEFORE] if step >= count else 0
-            now = held + level + nodes[a, OUTPUT] + nodes[a, TAPE] + nodes[a, WORKSPACE]
-            held += nodes[a, TAPE]
-            if work.made[at] or not nodes[a, IS_SHARED]:
-                held += nodes[a, OUTPUT]
+            now = held + level + arrays.output_bytes[a] + arrays.tape_bytes[a] + arrays.workspace_bytes[a]
+            held += arrays.tape_bytes[a]
+            if work.made[at] or not arrays.is_shared[a]:
+                held += arrays.output_bytes[a]
         else:
             now = held + levels[-1 - a, HIGHEST]
         held -= work.freed[at]
@@ -312,4 +283,4 @@ def _weigh(problem: Problem, work: Work, num_actions: int) -> int:
             most[step] = now
             if now > peak:
                 peak = now
-    return peak
+    return int(peak)

@@ -10,7 +10,7 @@ from ...schedules.compiled import Flags, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
 from ...schedules.uses import last_reads
-from .window_simulator import NONE, NUM_WINDOWS, PINNED, Problem, Work, no_windows, replay
+from .window_simulator import NONE, NUM_WINDOWS, Problem, Work, no_windows, replay
 
 
 def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
@@ -43,7 +43,7 @@ def windows_between(graph: Graph, problem: Problem, outputs: Flags, tapes: Flags
     """
     windows, count = no_windows(problem), len(graph.nodes)
     for v, last in enumerate(last_reads(graph)):
-        if graph.roots[v] == v and not problem.nodes[v, PINNED] and not outputs[v]:
+        if graph.roots[v] == v and not problem.is_pinned[v] and not outputs[v]:
             windows[v, 0] = last, end
         if graph.nodes[v].tape_bytes and not tapes[v]:
             windows[count + v, 0] = v, end
@@ -57,7 +57,7 @@ def windows_of(graph: Graph, problem: Problem, schedule: Schedule) -> Small:
     have windows, the shortest absences are given up, so that it is held longer.
     """
     arrays = graph_arrays(graph)
-    is_free = np.concatenate([(arrays.base < 0) & (problem.nodes[:, PINNED] == 0), arrays.tape_bytes > 0])
+    is_free = np.concatenate([(arrays.base < 0) & ~problem.is_pinned, arrays.tape_bytes > 0])
     windows = no_windows(problem)
     _fill(arrays, encode(graph, schedule), is_free, windows)
     return windows

@@ -9,7 +9,7 @@ import numpy as np
 from ...schedules.compiled import Floats, Ints, njit
 from .problem import Problem
 from .recurrence import Move, bases_after, float_move, floats_to, keep_move, rest_row, row, tape_move
-from .slots import slots_of
+from .slots import slots_of, slots_of_move
 from .steps import BACK, FALL, FCK, FN, KINDS
 
 _STATE = len(KINDS)
@@ -47,12 +47,8 @@ def _value(table: Table, index: int, m: int) -> float:
 @njit
 def _makespan(table: Table, move: Move, m: int) -> float:
     """The least makespan of sequences of m slots that begin with a move; infinite where none fits."""
-    if m < slots_of(move.needed, table.slot):
-        return np.inf
-    shift = slots_of(move.taken, table.slot)
-    if move.freed:
-        shift -= slots_of(move.freed, table.slot)
-    return move.seconds + _value(table, move.row, m - shift)
+    needed, shift = slots_of_move(move, table.slot)
+    return move.seconds + _value(table, move.row, m - shift) if m >= needed else np.inf
 
 
 class Choices(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schedules.arrays import GraphArrays, decode, graph_arrays
+from ...schedules.arrays import decode, graph_arrays
 from ...schedules.compiled import Small
 from ...schedules.compiled_simulator import Cost, Judge
 from ...schedules.graph import Graph
@@ -108,16 +108,12 @@ class _Optima:
     """A family's optimal sequences on a graph, by rising memory; the last one is that of ample memory.
 
     Attributes:
-        graph: The operations.
-        arrays: The same as arrays.
-        stages: Its stages.
+        stages: Of the graph.
         steps: The sequences.
         judge: Of the graph.
         costs: Those of the sequences that were asked for.
     """
 
-    graph: Graph
-    arrays: GraphArrays
     stages: StageArrays
     steps: tuple[Steps, ...]
     judge: Judge
@@ -130,7 +126,7 @@ class _Optima:
 
     def schedule(self, index: int) -> Schedule:
         """A sequence as a schedule."""
-        return decode(self.graph, self._lowered(index))
+        return decode(self.judge.graph, self._lowered(index))
 
     def cost(self, index: int) -> Cost:
         """Simulated peak and seconds of a sequence."""
@@ -139,7 +135,7 @@ class _Optima:
         return self.costs[index]
 
     def _lowered(self, index: int) -> Small:
-        return lower_steps(self.arrays, self.stages, self.steps[index])
+        return lower_steps(graph_arrays(self.judge.graph), self.stages, self.steps[index])
 
 
 @lru_cache(maxsize=8)
@@ -148,7 +144,7 @@ def _optima(graph: Graph, family: SubFamily, slots: int) -> _Optima:
     problem = stage_problem(graph, stages, figures, family)
     table, memories = makespans_by_memory(problem, slots)
     steps = (*steps_at(problem, table, memories), to_steps(keep_all_sequence(problem)))
-    return _Optima(graph, graph_arrays(graph), stage_arrays(stages), steps, Judge(graph))
+    return _Optima(stage_arrays(stages), steps, Judge(graph))
 
 
 @lru_cache(maxsize=4)

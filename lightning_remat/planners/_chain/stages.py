@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...chain import Chain, Stage
-from ...lowering import lower_kept
+from ...lowering import keep_everything, lower_kept
 from ...schedules.graph import Graph, Node
 from ...schedules.simulator import simulate
 from ...schedules.uses import saved_roots
@@ -156,7 +156,7 @@ def _figures(
     without_input = (replace(n, output_bytes=0) if n.name == _SOURCE else n for n in nodes)
     free = replace(loaded, nodes=tuple(without_input))
 
-    everything = lower_kept(free, range(len(nodes)))
+    everything = keep_everything(free)
     plain = simulate(free, everything)
     moves = list(zip(everything.actions, plain.memory_bytes, strict=True))
     fall_peak = max(m for a, m in moves if a.kind == "F" and a.node in own)
@@ -168,18 +168,13 @@ def _figures(
     if reuses_exit:
         kept_leaf_peak, kept_leaf_seconds = _recomputation(free, source | exits, own, gradient)
 
-    through = lower_kept(free, source | exits, ())
-    keep_peak = _first_runs(through.actions, simulate(free, through).memory_bytes, own)
-    dropping = lower_kept(loaded, exits | held, ())
-    drop_peak = _first_runs(dropping.actions, simulate(loaded, dropping).memory_bytes, own)
-
     forward_seconds = sum(nodes[n].forward_seconds for n in own)
     return StageFigures(
         output_bytes=_bytes_of_roots(loaded, exits),
         gradient_bytes=gradient,
         tape_bytes=_bytes_of_roots(loaded, kept) + sum(nodes[n].tape_bytes for n in own),
-        keep_peak_bytes=keep_peak,
-        drop_peak_bytes=drop_peak,
+        keep_peak_bytes=_first_runs(free, source | exits, own),
+        drop_peak_bytes=_first_runs(loaded, exits | held, own),
         fall_peak_bytes=fall_peak,
         leaf_peak_bytes=leaf_peak,
         kept_leaf_peak_bytes=kept_leaf_peak,
@@ -259,14 +254,11 @@ def _recomputation(alone: Graph, outputs: frozenset[int], own: range, gradient_b
     return max(most - gradient_bytes, 0), simulation.recompute_seconds
 
 
-def _first_runs(actions: tuple[tuple[str, int], ...], memory: tuple[int, ...], own: range) -> int:
-    """The most memory in the first forward among the runs of `own` nodes."""
-    seen: set[int] = set()
-    most = 0
-    for (kind, n), used in zip(actions, memory, strict=True):
-        if kind == "B":
-            break
-        if kind == "F" and n in own and n not in seen:
-            seen.add(n)
-            most = max(most, used)
-    return most
+def _first_runs(alone: Graph, outputs: frozenset[int], own: range) -> int:
+    """The most memory during the first runs of `own` nodes when `outputs` are kept."""
+    schedule = lower_kept(alone, outputs, ())
+    first: dict[int, int] = {}
+    for (kind, n), used in zip(schedule, simulate(alone, schedule).memory_bytes, strict=True):
+        if kind == "F":
+            first.setdefault(n, used)
+    return max(first[n] for n in own)

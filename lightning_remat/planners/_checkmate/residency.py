@@ -15,8 +15,8 @@ def lower_residency(
     outputs: Sequence[Collection[int]],
     tapes: Sequence[Collection[int]],
     *,
-    groups: Sequence[range] | None = None,
-    is_eager: bool = True,
+    groups: Sequence[range],
+    is_eager: bool,
 ) -> Schedule:
     """The schedule that holds the given values at the end of each step and recomputes what it then misses.
 
@@ -29,12 +29,11 @@ def lower_residency(
         outputs: For each of the 2G steps, the nodes whose output is to be resident at its end. A view needs its
             storage's root beside it. What a step cannot have yet, or nothing needs any more, is left out.
         tapes: Likewise for tapes.
-        groups: Consecutive nodes that make up one step each; None stands for a group for each node.
+        groups: Consecutive nodes that make up one step each.
         is_eager: Whether a step recomputes also what it is only to hold; else it holds what is there anyway.
 
     Reference: Jain et al. 2020 (Checkmate), section 4.6: the minimal R for a given S.
     """
-    groups = [range(n, n + 1) for n in range(len(graph.nodes))] if groups is None else groups
     count = len(groups)
     actions: list[Action] = []
     resident, taped = set[int](), set[int]()

@@ -6,14 +6,12 @@ section 4.2: the lower set, the overhead so far and the memory cached so far. Me
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schedules.compiled import Floats, Ints, Small, njit
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 Words = NDArray[np.uint64]  # [sets, words] the members of each set as bits
 
@@ -52,7 +50,7 @@ class Arcs(NamedTuple):
     Attributes:
         source: Row of L.
         cached: M(∂(L') ∖ L), what the step adds to the cache.
-        overhead: T(V' ∖ ∂(L')), what it adds to the overhead.
+        overhead: T(V' ∖ ∂(L')), what it adds to t; less than nothing where the most overhead is sought.
         start: Where the steps into each row begin.
     """
 
@@ -66,17 +64,13 @@ class Steps(NamedTuple):
     """What the dynamic program reads.
 
     Attributes:
-        source: As in `Arcs`; so are `cached` and `start`.
-        gain: What each step adds to t.
+        arcs: The steps.
         memory: M(L) of each row.
         beyond: What the backward of its last part holds outside of it.
         budget: The memory allowed.
     """
 
-    source: Small
-    cached: Floats
-    start: Ints
-    gain: Floats
+    arcs: Arcs
     memory: Floats
     beyond: Floats
     budget: float
@@ -98,7 +92,9 @@ def list_arcs(family: Family) -> Arcs:
     start = np.zeros(count + 1, np.int64)
     for j in range(1, count):
         while size + j > len(source):
-            source, cached, overhead = _grown(source), _grown(cached), _grown(overhead)
+            source = np.concatenate((source, np.empty_like(source)))
+            cached = np.concatenate((cached, np.empty_like(cached)))
+            overhead = np.concatenate((overhead, np.empty_like(overhead)))
         size = _list_arcs_into(family, j, source, cached, overhead, size)
         start[j + 1] = size
     return Arcs(source[:size].copy(), cached[:size].copy(), overhead[:size].copy(), start)
@@ -156,12 +152,6 @@ def _is_halfway(words: Words, i: int, j: int, depends: Words, leaking: Words, bo
 
 
 @njit
-def _grown(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
-    """The array with room for twice as many."""
-    return np.concatenate((array, np.empty_like(array)))
-
-
-@njit
 def _room(p: Steps, i: int, j: int) -> float:
     """The largest m with which a step from row i to row j is within the budget, by equation (2)."""
     return p.budget - 2 * (p.memory[j] - p.memory[i]) - p.beyond[j]
@@ -174,10 +164,10 @@ def least_cached(p: Steps) -> Floats:
     least = np.full(count, np.inf)
     least[0] = 0.0
     for j in range(1, count):
-        for a in range(p.start[j], p.start[j + 1]):
-            i = p.source[a]
+        for a in range(p.arcs.start[j], p.arcs.start[j + 1]):
+            i = p.arcs.source[a]
             if least[i] <= _room(p, i, j):
-                least[j] = min(least[j], least[i] + p.cached[a])
+                least[j] = min(least[j], least[i] + p.arcs.cached[a])
     return least
 
 
@@ -188,9 +178,9 @@ def most_cached(p: Steps) -> Floats:
     most = np.full(count, -np.inf)
     most[count - 1] = np.inf
     for j in range(count - 1, 0, -1):
-        for a in range(p.start[j], p.start[j + 1]):
-            i = p.source[a]
-            most[i] = max(most[i], min(_room(p, i, j), most[j] - p.cached[a]))
+        for a in range(p.arcs.start[j], p.arcs.start[j + 1]):
+            i = p.arcs.source[a]
+            most[i] = max(most[i], min(_room(p, i, j), most[j] - p.arcs.cached[a]))
     return most
 
 
@@ -211,16 +201,17 @@ def bounds(p: Steps, least: Floats, most: Floats, num_cells: int, width: float) 
             lowest = int(least[j] / width)
             bound[j, :lowest] = bound[j, lowest]
         into = bound[j]
-        for a in range(p.start[j], p.start[j + 1]):
-            i = p.source[a]
-            room = min(_room(p, i, j), most[j] - p.cached[a])
+        for a in range(p.arcs.start[j], p.arcs.start[j + 1]):
+            i = p.arcs.source[a]
+            room = min(_room(p, i, j), most[j] - p.arcs.cached[a])
             if room < least[i]:
                 continue
-            shift = int(p.cached[a] / width)
+            shift = int(p.arcs.cached[a] / width)
             first, last = int(least[i] / width), min(int(room / width) + 1, num_cells - shift)
             if first >= last:
                 continue
-            row, beyond_it, added = bound[i, first:last], into[first + shift : last + shift], np.float32(p.gain[a])
+            row, beyond_it = bound[i, first:last], into[first + shift : last + shift]
+            added = np.float32(p.arcs.overhead[a])
             for k in range(row.size):
                 row[k] = min(row[k], beyond_it[k] + added)
     if count > 1:
@@ -247,15 +238,15 @@ def fronts(
     for j in range(1, count):
         size = 0
         if least[j] <= most[j]:
-            for a in range(p.start[j + 1] - 1, p.start[j] - 1, -1):
-                i: int = p.source[a]
+            for a in range(p.arcs.start[j + 1] - 1, p.arcs.start[j] - 1, -1):
+                i: int = p.arcs.source[a]
                 if size + begin[i + 1] - begin[i] > len(here.t):
                     here = _wider(here, size, size + begin[i + 1] - begin[i])
-                room = min(_room(p, i, j), most[j] - p.cached[a])
+                room = min(_room(p, i, j), most[j] - p.arcs.cached[a])
                 for s in range(begin[i], begin[i + 1]):
                     if every.m[s] > room:
                         break
-                    t, m = every.t[s] + p.gain[a], every.m[s] + p.cached[a]
+                    t, m = every.t[s] + p.arcs.overhead[a], every.m[s] + p.arcs.cached[a]
                     if t + bound[j, min(int(m / width), num_cells - 1)] <= limit:
                         size = _insert(here, size, t, m, s)
         at = begin[j]
@@ -286,13 +277,7 @@ def _wider(states: States, size: int, needed: int) -> States:
 @njit
 def _insert(front: States, size: int, t: float, m: float, parent: int) -> int:
     """Adds a state to the `size` of a front unless one of them is as good, drops those that it beats; the new size."""
-    low, high = 0, size  # the first state with more memory
-    while low < high:
-        middle = (low + high) >> 1
-        if front.m[middle] > m:
-            high = middle
-        else:
-            low = middle + 1
+    low = int(np.searchsorted(front.m[:size], m, side="right"))  # the first state with more memory
     if low > 0 and front.t[low - 1] <= t:
         return size
     if low > 0 and front.m[low - 1] == m:

@@ -36,13 +36,14 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
     if len(table.masks) == 1:
         return []
     # Equation (2) has less than six terms of M(V); memory comes in whole units.
-    steps = _steps(table, float(floor(min(budget_units, 6 * float(table.memory[-1]) + 1))))
+    budget = float(floor(min(budget_units, 6 * float(table.memory[-1]) + 1)))
+    steps = Steps(table.arcs, table.memory, table.beyond, budget)
     least = least_cached(steps)
     if least[-1] == np.inf:
         return None
     most = most_cached(steps)
     if objective == "memory":
-        steps = steps._replace(gain=-steps.gain)
+        steps = steps._replace(arcs=table.arcs._replace(overhead=-table.arcs.overhead))
     width, bound = _bounds(steps, least, most)
     lowest, total = float(bound[0, 0]), table.total_time
     share = 0.0  # enough where the bound is exact
@@ -56,15 +57,10 @@ def best_sequence(table: LowerSetTable, budget_units: float, objective: Objectiv
         share = max(2 * share, 0.0005)
 
 
-def _steps(table: LowerSetTable, budget_units: float) -> Steps:
-    arcs = table.arcs
-    return Steps(arcs.source, arcs.cached, arcs.start, arcs.overhead, table.memory, table.beyond, budget_units)
-
-
 def _bounds(steps: Steps, least: Floats, most: Floats) -> tuple[float, NDArray[np.float32]]:
     count = len(steps.memory)
     largest = min(float(most[:-1].max()), float(steps.memory[-1]))  # the cache is part of V
-    affordable = min(_CELL_ROWS / count, _CELL_ARCS / max(1, len(steps.source)))
+    affordable = min(_CELL_ROWS / count, _CELL_ARCS / max(1, len(steps.arcs.source)))
     num_cells = int(min(_MOST_CELLS, max(_FEWEST_CELLS, affordable)))
     num_cells = min(num_cells, int(largest) + 2)  # a cell for each unit makes the bound exact
     width = max(1.0, largest / max(1, num_cells - 2))
@@ -86,7 +82,7 @@ def least_budget_units(table: LowerSetTable) -> int:
     """The smallest budget, in the table's units, for which there is a sequence: bisection over an exact test."""
 
     def is_enough(budget: int) -> bool:
-        return bool(least_cached(_steps(table, float(budget)))[-1] < np.inf)
+        return bool(least_cached(Steps(table.arcs, table.memory, table.beyond, float(budget)))[-1] < np.inf)
 
     most = int(2 * table.memory[-1])  # the one step ∅ → V needs 2·M(V)
     return bisect_left(range(most), True, key=is_enough)

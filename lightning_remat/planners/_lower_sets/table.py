@@ -120,7 +120,5 @@ def _packed(inside: NDArray[np.bool_], num_words: int) -> Words:
 
 def _listed(inside: NDArray[np.bool_]) -> tuple[Small, Ints]:
     """The members of each row one after the other, and where each row begins."""
-    rows, columns = np.nonzero(inside)
-    starts = np.zeros(len(inside) + 1, dtype=np.int64)
-    np.cumsum(np.bincount(rows, minlength=len(inside)), out=starts[1:])
-    return columns.astype(np.int32), starts
+    starts = np.concatenate([[0], np.cumsum(inside.sum(axis=1))])
+    return np.nonzero(inside)[1].astype(np.int32), starts

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.paper_scale import PaperNetwork, images, tokens
 from lightning_remat import Graph, InfeasibleBudgetError, Plan, plan, simulate
-from lightning_remat.plans.allocation import Strategy, allocate
 from remat_recipes.networks.lstm import LSTM
 from remat_recipes.networks.resnet_preact import imagenet_resnet
+from remat_recipes.papers.allocation import Strategy, allocate
 from remat_recipes.papers.fake_network import FakeNetwork, lowest, planned, without_parameters
 from remat_recipes.papers.published import printed
 from remat_recipes.papers.sheets import Sheet, publish

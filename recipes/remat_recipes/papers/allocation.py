@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..lowering import keep_everything, lower_kept
-from ..planners.chen import mirrored, search
-from ..schedules.edges import articulation_points
-from ..schedules.graph import Graph
-from ..schedules.kinds import consists_of
-from ..schedules.schedule import Schedule
-from ..schedules.storages import merge_views
-from .lifetimes import Value, lifetimes
+from lightning_remat import Graph, Schedule
+from lightning_remat.lowering import keep_everything, lower_kept
+from lightning_remat.planners.chen import mirrored, search
+from lightning_remat.schedules.edges import articulation_points
+from lightning_remat.schedules.kinds import consists_of
+from lightning_remat.schedules.storages import merge_views
+from remat_recipes.papers.lifetimes import Value, lifetimes
 
 Strategy = Literal["none", "inplace", "sharing", "drop_bn_relu", "sublinear"]
 
@@ -53,12 +52,6 @@ def allocate(graph: Graph, strategy: Strategy = "sharing", *, schedule: Schedule
     `drop_bn_relu` and `sublinear` do both for a step that recomputes: the results of batch norm and ReLU, or what the
     plan of Algorithm 3 drops that needs the least memory by this very allocation. The cost is about that of sorting
     the values.
-
-    >>> from lightning_remat import Graph, Node
-    >>> relu = dict(kind="relu", output_bytes=100)
-    >>> graph = Graph(tuple(Node(f"relu{i}", inputs=(i - 1,) if i else (), saved=(i,), **relu) for i in range(4)))
-    >>> [allocate(graph, strategy).total_bytes for strategy in ("none", "inplace", "sharing")]
-    [800, 500, 500]
 
     Args:
         graph: The operations.

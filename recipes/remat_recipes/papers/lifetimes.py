@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..schedules.gradients import GradientMemory
-from ..schedules.graph import Graph
-from ..schedules.kinds import ELEMENTWISE, consists_of
-from ..schedules.schedule import Schedule
+from lightning_remat import Graph, Schedule
+from lightning_remat.schedules.gradients import GradientMemory
+from lightning_remat.schedules.kinds import ELEMENTWISE, consists_of
 
 
 @dataclass(frozen=True, slots=True)

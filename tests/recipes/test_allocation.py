@@ -6,8 +6,8 @@ from oracles.node_graphs import node_graphs, relu_chain
 from lightning_remat import Graph, Node, simulate
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners.dtr import plan_dtr
-from lightning_remat.plans.allocation import Strategy, allocate
-from lightning_remat.plans.lifetimes import lifetimes
+from remat_recipes.papers.allocation import Strategy, allocate
+from remat_recipes.papers.lifetimes import lifetimes
 
 STRATEGIES = ("none", "inplace", "sharing", "drop_bn_relu", "sublinear")
 
@@ -116,6 +116,11 @@ def test_figure_1_in_place_and_sharing():
     assert place["output", 0] == place["output", 1]
     assert place["gradient", 1] == place["gradient", 0]
     assert [allocate(graph, s).total_bytes // 64 for s in STRATEGIES[:3]] == [8, 6, 4]
+
+
+def test_relus_work_in_place():
+    graph = relu_chain(4, output_bytes=100)
+    assert [allocate(graph, s).total_bytes for s in STRATEGIES[:3]] == [800, 500, 500]
 
 
 @pytest.mark.slow
