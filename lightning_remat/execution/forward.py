@@ -69,7 +69,7 @@ class _Forward:
         self.packing = _Packing(execution)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, unpack_reference)
         self.generators = drawn_from(execution.kinds.devices)
-        self.draws: Draws | None = None  # of the operation that runs
+        self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
@@ -164,7 +164,11 @@ class _Forward:
         self.packing.operation = n
         if self.program.steps[n].operation.is_random and not self.execution.kinds.is_fake:
             generators_in_use.acquire()
-            self.draws = Draws(self.generators)
+            try:
+                self.draws = Draws(self.generators)
+            except BaseException:
+                generators_in_use.release()
+                raise
         if self.program.steps[n].is_hooked:
             self.execution.running = n
             self.hooks.__enter__()
@@ -183,10 +187,13 @@ class _Forward:
         if execution.running is not None:
             self.hooks.__exit__(None, None, None)
             execution.running = None
-        if self.draws is not None:
-            self.draws.end()
-            execution.draws[packing.operation], self.draws = self.draws, None
-            generators_in_use.release()
+        if (draws := self.draws) is not None:
+            self.draws = None
+            try:
+                draws.end()
+            finally:
+                generators_in_use.release()
+            execution.draws[packing.operation] = draws
         references, packing.references = packing.references, []
         return references
 
