@@ -30,7 +30,7 @@ from torch._dynamo.variables import (
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..devices import modules_of_kinds
-from .shared_setting import Exchange, captures_here
+from .shared_setting import Exchange, OnlyHere, captures_here
 
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -160,5 +160,5 @@ CHANGES = [
     *(Exchange(_HANDLERS, question, lambda _: _about_streams) for question in _STREAM_QUESTIONS),
     Exchange(trace_rules, "is_callable_allowed", partial(partial, _is_allowed)),
     # Else TorchDynamo fails where it meets it.
-    Exchange(NOTE_FOR_COMPILERS, "_dynamo_forbidden", lambda _: False),
+    Exchange(NOTE_FOR_COMPILERS, "_dynamo_forbidden", partial(OnlyHere, here=False)),
 ]

@@ -26,7 +26,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
 from . import as_in_eager, generators_left, numpy_as_it_is
-from .shared_setting import Exchange, SharedSettings
+from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -221,7 +221,7 @@ class _Capturing:
 
 
 # Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.
-_HOOKS_CAPTURED = SharedSettings(Exchange(compiled_autograd, "compiled_autograd_enabled", lambda _: True))
+_HOOKS_CAPTURED = SharedSettings(Exchange(compiled_autograd, "compiled_autograd_enabled", partial(OnlyHere, here=True)))
 
 
 def _ignored_functions() -> set[Callable[..., Any]]:

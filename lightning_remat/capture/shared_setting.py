@@ -15,6 +15,21 @@ def captures_here() -> bool:
     return getattr(_here, "depth", 0) > 0
 
 
+class OnlyHere:
+    """A flag for the thread that captures; others see what it was.
+
+    Args:
+        own: What it was.
+        here: What it is where `captures_here`.
+    """
+
+    def __init__(self, own: object, *, here: bool) -> None:
+        self._own, self._here = own, here
+
+    def __bool__(self) -> bool:
+        return self._here if captures_here() else bool(self._own)
+
+
 class Change(Protocol):
     """What can be done and undone; no context, as it is done in every call of a captured forward."""
 

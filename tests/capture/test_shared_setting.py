@@ -1,8 +1,12 @@
 """What all threads share is as it was after the last of them, in whatever order they end."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
-from lightning_remat.capture.shared_setting import Exchange, SharedSettings
+import pytest
+
+from lightning_remat.capture.shared_setting import Exchange, OnlyHere, SharedSettings
 
 
 def test_the_first_to_end_does_not_take_it_from_the_other() -> None:
@@ -14,3 +18,15 @@ def test_the_first_to_end_does_not_take_it_from_the_other() -> None:
     assert holder.is_on
     second.__exit__(None, None, None)
     assert not holder.is_on
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_flag_is_another_in_the_thread_that_captures_alone(here: bool) -> None:
+    holder = SimpleNamespace(is_on=not here)
+    with (
+        SharedSettings(Exchange(holder, "is_on", partial(OnlyHere, here=here))).wanted(),
+        ThreadPoolExecutor(1) as other,
+    ):
+        assert bool(holder.is_on) is here
+        assert other.submit(lambda: bool(holder.is_on)).result() is not here
+    assert holder.is_on is not here
