@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +157,11 @@ def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
     assert 2 < result.num_steps <= 6
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("part", "constant"), [(0.8, 0), (0.0, 2**19), (0.3, 2**18), (3.0, 0)])
-def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
-    monkeypatch: pytest.MonkeyPatch, part: float, constant: int
-) -> None:
-    """Whether what no profile sees grows with the batch, is the same for all sizes, or both: three tries suffice."""
+def find_measured(monkeypatch: pytest.MonkeyPatch, measured: Callable[[int, int], int]) -> Result:
+    """What a search within 1 MiB finds where a batch size and the bytes that its step takes are measured so."""
 
     def measure(self: PlainTrial, batch_size: int, *, with_scratch: bool) -> int:
-        bytes_needed = true_measure(self, batch_size, with_scratch=with_scratch)
-        return int(bytes_needed * (1 + part)) + constant
+        return measured(batch_size, true_measure(self, batch_size, with_scratch=with_scratch))
 
     true_measure = PlainTrial.measure
     monkeypatch.setattr(PlainTrial, "measure", measure)
@@ -174,6 +169,16 @@ def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
     arguments: dict[str, Any] = {"memory_budget": "1MiB", "max_batch_size": 10000}
     result = find_batch_size(net, torch.randn(4, 16), lambda x: net(x).sum(), planner="periodic", **arguments)
     restore(net)
+    return result
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("part", "constant"), [(0.8, 0), (0.0, 2**19), (0.3, 2**18), (3.0, 0)])
+def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
+    monkeypatch: pytest.MonkeyPatch, part: float, constant: int
+) -> None:
+    """Whether what no profile sees grows with the batch, is the same for all sizes, or both: three tries suffice."""
+    result = find_measured(monkeypatch, lambda _, needed: int(needed * (1 + part)) + constant)
     assert result.measured_peak_bytes is not None
     assert 0.4 * result.budget_bytes < result.measured_peak_bytes <= result.budget_bytes
     assert 2 < result.num_steps <= 6
@@ -181,20 +186,14 @@ def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
 
 @pytest.mark.slow
 def test_after_a_step_that_ran_out_of_memory_the_size_comes_near_to_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: PlainTrial, batch_size: int, *, with_scratch: bool) -> int:
+    def measured(batch_size: int, needed: int) -> int:
         tried.append(batch_size)
-        needed = int(1.2 * true_measure(self, batch_size, with_scratch=with_scratch))
-        if needed > 2**20:
+        if 1.2 * needed > 2**20:
             raise torch.OutOfMemoryError("out of memory")
-        return needed
+        return int(1.2 * needed)
 
     tried: list[int] = []
-    true_measure = PlainTrial.measure
-    monkeypatch.setattr(PlainTrial, "measure", measure)
-    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sigmoid()) for _ in range(6)))
-    arguments: dict[str, Any] = {"memory_budget": "1MiB", "max_batch_size": 10000}
-    result = find_batch_size(net, torch.randn(4, 16), lambda x: net(x).sum(), planner="periodic", **arguments)
-    restore(net)
+    result = find_measured(monkeypatch, measured)
     assert result.batch_size < tried[0], "which ran out of memory"
     assert result.measured_peak_bytes is not None
     assert 0.9 * 2**20 < result.measured_peak_bytes <= 2**20
