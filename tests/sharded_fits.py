@@ -249,7 +249,8 @@ def finds_a_size(folder: Path) -> None:
     assert sizes[0] == sizes[1]
     assert size > 64
     assert step.num_recomputed
-    assert callback.result.measured_peak_bytes <= 4 * 2**20
+    # What is free of the process that has less, and what it holds already.
+    assert callback.result.measured_peak_bytes <= callback.result.budget_bytes < 4.1 * 2**20
     assert_same(fit(folder, "auto-plain", None, batch_size=size, max_steps=2), found)
 
 
