@@ -68,7 +68,7 @@ class Manual(Deep):
 
 
 def remat(**options: Any) -> Rematerialization:
-    return Rematerialization("periodic", **{"memory_budget": "80%", "batch_size": "keep", **options})
+    return Rematerialization(**{"planner": "periodic", "memory_budget": "80%", "batch_size": "keep", **options})
 
 
 class _Ends(Callback):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from training_steps import step_peak
+from untimed_planner import untimed
 
 from benchmarks.peaks import LOSS_BYTES
-from lightning_remat import Graph, Plan, Schedule, rematerialize, restore
+from lightning_remat import Plan, rematerialize, restore
 from lightning_remat.execution.rewriter import current_plan
 from lightning_remat.measure.device_memory import DeviceMemory
-from lightning_remat.planners.periodic import plan_periodic
 from lightning_remat.regions import step_run, whole
 
 X = torch.randn(256, 32)
@@ -319,12 +318,6 @@ def test_a_step_that_exceeds_the_budget_is_planned_again(factor: float, monkeypa
         assert fitting == 0 or factor > 1
         assert plan.peak_bytes in planned[fitting:]
         assert len(planned) <= fitting + 2  # one more where the budget leaves room
-
-
-def untimed(graph: Graph, budget_bytes: int) -> Schedule:
-    """Periodic checkpoints where every operation takes equally long, however busy the machine is."""
-    nodes = tuple(replace(node, forward_seconds=1e-3, backward_seconds=1e-3) for node in graph.nodes)
-    return plan_periodic(replace(graph, nodes=nodes), budget_bytes)
 
 
 def test_room_that_the_measured_step_leaves_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
