@@ -39,7 +39,7 @@ from .trial import (
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 8
-"""Real training steps that a search runs at most; two less where none runs out of memory, which tells little."""
+"""Real training steps that a search runs at most; the last two only where others ran out of memory or exceeded."""
 
 _MOST_REPLAYS = 4
 """Choices that are looked at for gaps before one is executed."""
@@ -77,7 +77,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     good: Result | None = None
     measured: int | None = None
     executed: dict[int, int] = {}
-    tries = _MOST_TRIES - 1
+    tries, ran_out = _MOST_TRIES - 1, False
     for number in range(_MOST_TRIES):
         if number == tries:
             break
@@ -103,7 +103,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
             search.recount(_free_bytes(trial))
             search.tighten()
-            tries = _MOST_TRIES
+            tries, ran_out = _MOST_TRIES, True
             continue
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
@@ -116,7 +116,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             plain = search.plain_peak(size)
             kept = _reserved_bytes(trial, step) if counts_memory(trial.device) else None
             found = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason, kept)
-            is_tight = search.tight < 1 and measured < _NEARLY * choice.budget_bytes
+            is_tight = ran_out and measured < _NEARLY * choice.budget_bytes
             leaves_room = is_tight or measured < _NEARLY * step.predicted_peak_bytes
             may_grow = leaves_room and (step.num_recomputed or size != largest)
             if lowest or not may_grow or (good is not None and not is_tight):
@@ -126,7 +126,8 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
                 search.loosen()
         uninstall(modules)
         search.recount(_free_bytes(trial))
-        if good is None and number + 2 == tries:
+        if good is None and number + 2 >= tries:
+            tries = _MOST_TRIES
             search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
         return good, install(trial, good.batch_size, good.step)
