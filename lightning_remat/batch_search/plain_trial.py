@@ -172,7 +172,7 @@ class PlainTrial:
         @contextmanager
         def prepared() -> Generator[None]:
             with self.undone(), self.precision():
-                self.batch_of(batch_size)
+                self.batch_of(batch_size)  # before the calls are watched
                 yield
 
         view = look_through(root, lambda: self.loss_of(self.batch_of(batch_size)), modules, undone=prepared)

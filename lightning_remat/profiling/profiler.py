@@ -332,12 +332,13 @@ class _Profiler:
         values = self.runs.run_timed(n, inputs, None)
         outputs = [t for t in tensors_of(values) if t.grad_fn is not None]
         targets = [t for t, _ in self.runs.made_tensors(inputs)] + self.runs.own_tensors(n)
-        backward = _backward(outputs, targets)
         if any(t._version for t in outputs):
             # PyTorch refuses tensors that were changed in place, though no step may ask for this backward: by hooks.
             values, store = self.runs.run(n, inputs)
             backward = self._probe(n, values, targets).run
             store.hand_over()
+        else:
+            backward = _backward(outputs, targets)
         if outputs:
             with watch:
                 backward()
