@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..module_state.ambient import Ambient, Recomputing
+from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
-from ..operations.evaluation import leaf_of
+from ..operations.evaluation import Stretch, leaf_of
 from ..operations.saved_tensors import (
     Geometry,
     OutputRef,
@@ -95,6 +95,7 @@ class Execution:
         self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
         self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
+        self.differentiable: dict[int, tuple[int, ...]] = {}  # what else they read that gradients flow to
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}
         self.copies: dict[int, dict[int, Tensor]] = {}
@@ -103,40 +104,55 @@ class Execution:
         self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
         self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
         self.output_versions: dict[int, list[int]] = {}
-        self.task, self.is_ambient_same = -1, False  # of the backward in progress
+        self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
+        # What autocast casts without gradients it would hand to runs with them.
+        self.is_cast = any(is_enabled for _, is_enabled, _ in self.ambient.autocast)
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.lock = threading.RLock()
 
     def unpack(self, reference: Reference) -> Tensor:
-        """The tensor for which the backward of an operation asks."""
+        """The tensor for which the backward of an operation asks.
+
+        What is in the table is right whoever put it there, so that only what changes the table needs the lock.
+        """
+        n = reference.operation
         if self.running is not None:
             return self._saved_meanwhile(reference)
-        n = reference.operation
-        with self.lock:
-            if (target := self.program.place[n]) != self.position:
-                self._advance(target)
-            if (tensor := reference.held) is not None:
-                if tensor._version != reference.version:
-                    raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
-                return tensor
-            number = reference.number
-            if self.released and (gone := self.released.get((n, number))) is not None:
-                storage, dtype, geometry = gone[0](), *gone[1:]
-                if storage is not None:  # read again by the same backward, while it lives
-                    return tensor_in(storage, dtype, geometry)
-            place = self.saved[n][number]
-            source = place.source
-            if isinstance(source, OutputRef):
-                tensor = self._output(source)
-                if place.is_only and not self.steps[n].may_keep:
-                    if source.operation in self.program.released[n]:
-                        self.drop(source.operation)
-                    return tensor
-            else:
-                assert isinstance(source, TapeRef)
-                tensor = self._own(n, number)
-            self._release(n, number, source, tensor)
+        if self.program.place[n] != self.position:
+            self.arrive(n)
+        if (tensor := reference.held) is not None:
+            if tensor._version != reference.version:
+                raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
             return tensor
+        place = self.saved[n][reference.number]
+        if place.owner >= 0 and not self.output_versions:
+            tensor = self.values[place.owner]
+            if tensor is not None:
+                if place.is_last:
+                    self.values[place.owner] = None
+                return tensor
+        with self.lock:
+            self.arrive(n)
+            return self._governed(n, reference.number, place)
+
+    def _governed(self, n: int, number: int, place: Place) -> Tensor:
+        """A saved tensor that the schedule governs, read by the backward of `n`."""
+        if self.released and (gone := self.released.get((n, number))) is not None:
+            storage, dtype, geometry = gone[0](), *gone[1:]
+            if storage is not None:  # read again by the same backward, while it lives
+                return tensor_in(storage, dtype, geometry)
+        source = place.source
+        if isinstance(source, OutputRef):
+            tensor = self._output(source)
+            if place.is_only and not self.steps[n].may_keep:
+                if source.operation in self.program.released[n]:
+                    self.drop(source.operation)
+                return tensor
+        else:
+            assert isinstance(source, TapeRef)
+            tensor = self._own(n, number)
+        self._release(n, number, source, tensor)
+        return tensor
 
     def _saved_meanwhile(self, reference: Reference) -> Tensor:
         """A saved tensor for which code asks that differentiates within its forward."""
@@ -202,7 +218,7 @@ class Execution:
                 self.position += 1
                 if not (parts := program.before[self.position]):
                     continue
-                if program.recomputes[self.position]:
+                if program.recomputes[self.position] or not self._is_ambient_same():
                     with self._recomputing():  # once for all that runs here
                         self._follow(parts)
                 else:
@@ -235,10 +251,24 @@ class Execution:
                     self.drop(n)
                 else:
                     self.tapes.pop(n, None)
-            elif self._is_as_before(part):
-                part.run(self.values, self.tapes)
+            elif not self._is_as_before(part):
+                with self._recomputing():
+                    self._follow(part.instructions)
+            elif part.run_unrecorded is not None and not self.is_cast:
+                self._run_unrecorded(part.run_unrecorded)
             else:
-                self._follow(part.instructions)
+                with self._recomputing():
+                    part.run(self.values, self.tapes)
+
+    def _run_unrecorded(self, stretch: Stretch) -> None:
+        if not torch.is_grad_enabled():  # as in a backward that is not differentiated itself
+            stretch(self.values, self.tapes)
+            return
+        set_grad_enabled(False)
+        try:
+            stretch(self.values, self.tapes)
+        finally:
+            set_grad_enabled(True)
 
     def _is_as_before(self, stretch: Again) -> bool:
         """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""
@@ -250,16 +280,21 @@ class Execution:
             value = values[slot]
             if isinstance(value, Tensor) and value._version != versions[slot]:
                 return False
-        if self.watch is not None or self.program.copied:
-            return False
-        return all(n in self.tapes or n not in self.taped for n in stretch.hooked)
+        for n in stretch.hooked:
+            if n in self.taped and n not in self.tapes:
+                return False
+        return self.watch is None and not self.program.copied
 
-    def _recomputing(self) -> Recomputing:
-        """The settings of the forward. They are asked for once in each backward, in which nobody else runs."""
+    def _is_ambient_same(self) -> bool:
+        """Whether the forward's settings hold. It is asked once in each backward, in which nobody else runs."""
         task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if task == -1 or task != self.task:
-            self.task, self.is_ambient_same = task, self.ambient.is_current()
-        return Recomputing(None if self.is_ambient_same else self.ambient)
+            self.task, self.is_same = task, self.ambient.is_current()
+        return self.is_same
+
+    def _recomputing(self) -> Recomputing:
+        """The settings of the forward, with gradients."""
+        return Recomputing(None if self._is_ambient_same() else self.ambient)
 
     def drop(self, n: int) -> None:
         """The table lets go of an output."""
@@ -275,6 +310,9 @@ class Execution:
             elif slot in self.output_versions:
                 self._check_output(producer)
         with_tape = with_tape and n in self.taped and n not in self.tapes
+        if with_tape:
+            for t in tensors_of(self.values[slot] for slot in self.differentiable[n]):
+                t.requires_grad_()  # a stretch may have made it without gradients
         saved: list[Tensor] = []
         values = self._conditions(n, step) if step.is_conditional or n in self.copies else self.values
         draws = self.draws.get(n)

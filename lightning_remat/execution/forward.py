@@ -73,10 +73,11 @@ class _Forward:
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
-        given = tensors_of(self.values) if self.program.revived else []
-        self.outside = {storage_key(t) for t in given}
-        # Tensor -> the operations that returned it and do not sleep.
-        self.awake = cast("dict[Tensor, set[int]]", WeakIdKeyDictionary())
+        self.outside: set[int | None] = set()
+        self.awake: dict[Tensor, set[int]] = {}  # tensor -> the operations that returned it and do not sleep
+        if self.program.revived:
+            self.outside = {storage_key(t) for t in tensors_of(self.values)}
+            self.awake = cast("dict[Tensor, set[int]]", WeakIdKeyDictionary())
 
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
@@ -120,7 +121,7 @@ class _Forward:
     def _leave_autograd(self) -> None:
         """From here on the table must not hold the autograd graph that holds the table."""
         values = self.values
-        for slot in self.program.made:
+        for slot in self.program.left:
             if (value := values[slot]) is not None:
                 values[slot] = leaf_of(value)
         for slot in self.program.returned:
@@ -161,15 +162,16 @@ class _Forward:
 
     def begin(self, n: int) -> None:
         """What operation n saves and draws is noted from here on."""
+        step = self.program.steps[n]
         self.packing.operation = n
-        if self.program.steps[n].operation.is_random and not self.execution.kinds.is_fake:
+        if step.operation.is_random and not self.execution.kinds.is_fake:
             generators_in_use.acquire()
             try:
                 self.draws = Draws(self.generators)
             except BaseException:
                 generators_in_use.release()
                 raise
-        if self.program.steps[n].is_hooked:
+        if step.is_hooked:
             self.execution.running = n
             self.hooks.__enter__()
 
@@ -200,40 +202,47 @@ class _Forward:
     def _place(self, n: int, references: list[Reference]) -> None:
         """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
         places = self.program.learned.get(n)
-        if places is None or len(places) != len(references):
+        if places is None or len(places.every) != len(references):
             learns = self.learns or Learning(self.program, self.values, self.execution.num_given)
             places = learns.places(n, [cast(Tensor, r.held) for r in references])
             if self.learns is not None:
                 self.program.learned[n] = places
         values = self.values
-        kept: list[Place] = []
+        others: dict[int, Place] = {}
         tapes: dict[int, Tensor] = {}
-        for reference, place in zip(references, places, strict=True):
+        for k, place in places.changed:
+            reference = references[k]
             tensor = cast(Tensor, reference.held)
             source = place.source
             if isinstance(source, OutputRef):
-                leaf = values[place.slot]
-                if not isinstance(leaf, Tensor):
+                if is_same := (leaf := values[place.slot]) is tensor:
+                    if place.is_whole:
+                        reference.held = None
+                        continue
+                else:
                     leaf = tensors_of([leaf])[place.leaf]
-                if leaf is not tensor or not place.is_whole:
-                    if storage_key(leaf) == storage_key(tensor):
-                        place = self._resized(place, source, tensor)
-                    else:
-                        place = _OUTSIDE  # it is another one this time: held, whatever it costs
+                    is_same = storage_key(leaf) == storage_key(tensor)
+                if not is_same:
+                    place = others[k] = _OUTSIDE  # it is another one this time: held, whatever it costs
+                elif (resized := self._resized(place, source, tensor)) is not place:
+                    place = others[k] = resized
             elif isinstance(source, TapeRef):
                 # It may be the very tensor, which holds the graph.
-                tapes[reference.number] = tensor.detach()
+                tapes[k] = tensor.detach()
                 if not source.is_like(tensor):
-                    place = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            if not isinstance(place.source, ExternalRef):
-                reference.held = None
-            elif tensor.grad_fn is not None:
-                reference.held = tensor.detach()  # a leaf holds no graph, and is held as autograd itself does
-            kept.append(place)
-        self.execution.saved[n] = kept
+                    place = others[k] = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
+            # What is held must not hold the graph that holds the reference.
+            reference.held = tensor.detach() if isinstance(place.source, ExternalRef) else None
+        every = tuple(others.get(k, place) for k, place in enumerate(places.every)) if others else places.every
+        self.execution.saved[n] = every
         if tapes:
             self.execution.tapes[n] = tapes
-            self.execution.taped[n] = [(k, cast(TapeRef, kept[k].source)) for k in tapes]
+            self.execution.taped[n] = [(k, cast(TapeRef, every[k].source)) for k in tapes]
+            self.execution.differentiable[n] = tuple(
+                slot
+                for slot in self.program.steps[n].inputs
+                if any(t.requires_grad for t in tensors_of([values[slot]]))
+            )
 
     def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
         """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""

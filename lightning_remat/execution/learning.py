@@ -7,8 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
-from .program import Place, Program
+from ..operations.saved_tensors import (
+    ExternalRef,
+    Leaf,
+    OutputRef,
+    TapeRef,
+    classify,
+    storage_key,
+    storage_owners,
+    tensors_of,
+)
+from .program import Place, Places, Program
 
 
 class Learning:
@@ -29,7 +38,7 @@ class Learning:
         """Operation n has run; its outputs are in the table."""
         self.leaves[n] = [Leaf.of(t) for t in tensors_of(self.values[slot] for slot in self.program.steps[n].outputs)]
 
-    def places(self, n: int, saved: list[Tensor]) -> tuple[Place, ...]:
+    def places(self, n: int, saved: list[Tensor]) -> Places:
         """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""
         step = self.program.steps[n]
         witnesses: dict[int | None, tuple[int, int]] = {}
@@ -49,5 +58,16 @@ class Learning:
             else:
                 owner = self.program.steps[source.operation]
                 is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
-                found.append(Place(source, *witness, is_whole, is_only=saved_of[source.operation] == 1))
-        return tuple(found)
+                is_only = saved_of[source.operation] == 1
+                is_all = source.geometry is None and len(owner.outputs) == 1
+                is_simple = is_all and is_only and not step.may_keep
+                is_simple &= isinstance(self.values[owner.outputs[0]], Tensor)
+                is_last = source.operation in self.program.released[n]
+                found.append(Place(source, *witness, is_whole, is_only, owner.outputs[0] if is_simple else -1, is_last))
+        made = {storage_key(t) for t in tensors_of(self.values[slot] for slot in step.outputs)}
+        changed = (
+            (k, place)
+            for k, place in enumerate(found)
+            if not isinstance(place.source, ExternalRef) or storage_key(saved[k]) in made
+        )
+        return Places(tuple(found), tuple(changed))

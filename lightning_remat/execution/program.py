@@ -29,7 +29,7 @@ from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
-from .stretches import Again, Stretches
+from .stretches import Again, Stretches, indifferent_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Place:
         leaf: Which tensor of that value.
         is_whole: Whether that tensor is the output itself, and the saved one the same.
         is_only: Whether its operation has saved no other one that lives in the same output.
+        owner: Where to read it, if nothing but that is to be done: it is all that its owner makes; else -1.
+        is_last: Whether nothing reads that after this.
     """
 
     source: Source
@@ -49,6 +51,22 @@ class Place:
     leaf: int = 0
     is_whole: bool = False
     is_only: bool = False
+    owner: int = -1
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the saved tensors of one operation belong.
+
+    Attributes:
+        every: The places, in the order in which autograd saves.
+        changed: Numbers and places of those that a reference does not hold just as autograd would: what the schedule
+            governs, and what the operation makes itself.
+    """
+
+    every: tuple[Place, ...]
+    changed: tuple[tuple[int, Place], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +149,7 @@ class Program:
         schedule: The actions.
         steps: One for each operation.
         made: The places of all outputs.
+        left: Those of outputs that the forward leaves in the table.
         returned: Those of outputs that the caller gets.
         num_slots: How many values there are; those of the placeholders come first.
         fetched: Values that the graph holds itself: slot and value.
@@ -140,7 +159,7 @@ class Program:
         backwards: The operations in the order of their backwards.
         before: For each entry of `backwards`, what happens when it tells that it begins, back to the one that told
             before; nothing for those that do not tell.
-        recomputes: For each entry of `backwards`, whether operations run again then.
+        recomputes: For each entry of `backwards`, whether operations run again then that need gradients.
         place: For each operation, its place in `backwards`.
         released: For each operation, whose outputs the table lets go of once its backward has read them.
         hooked: The operations of which autograd gets references.
@@ -155,6 +174,7 @@ class Program:
     schedule: Schedule
     steps: tuple[Step, ...]
     made: tuple[int, ...]
+    left: tuple[int, ...]
     returned: tuple[int, ...]
     num_slots: int
     fetched: tuple[tuple[int, Any], ...]
@@ -170,7 +190,7 @@ class Program:
     revived: frozenset[int]
     result: Any
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    learned: dict[int, tuple[Place, ...]] = field(default_factory=dict[int, "tuple[Place, ...]"])
+    learned: dict[int, Places] = field(default_factory=dict[int, Places])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
 
 
@@ -197,8 +217,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     hooked = hooked_operations(schedule, graph, order)
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after)
-    recomputes = tuple(any(what is Do.RUN_AGAIN for what, _ in before) for before in lines.before)
-    announced = {n for n, again in zip(order.backwards, recomputes, strict=True) if again}
+    runs_again = [{n for what, n in before if what is Do.RUN_AGAIN} for before in lines.before]
+    announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again}
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = Counter(n for kind, n in schedule if kind == "F")
     steps = tuple(
@@ -219,12 +239,18 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         for n, step in enumerate(steps)
         if step.is_plain_again and n not in taped and not any(steps[m].is_output for m in step.producers)
     }
+    indifferent = indifferent_operations(traced, {n for n, count in runs.items() if count > 1}, again)
     gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
+    before = tuple(
+        stretches.of_backward(instructions, again, lambda n: steps[n].external, hooked, indifferent)
+        for instructions in gathered
+    )
     return Program(
         traced,
         schedule,
         steps,
         tuple(slot for step in steps for slot in step.outputs),
+        tuple(slot for n in _left(lines.forward) for slot in steps[n].outputs),
         tuple(slot for step in steps if step.is_output for slot in step.outputs),
         len(slot_of),
         tuple((slot_of[n], value) for n, value in traced.fetched().items()),
@@ -236,10 +262,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
             {n for n, step in enumerate(steps) if step.is_attended},
         ),
         order.backwards,
-        tuple(
-            stretches.of_backward(instructions, again, lambda n: steps[n].external, hooked) for instructions in gathered
-        ),
-        recomputes,
+        before,
+        tuple(any(map(_needs_gradients, parts)) for parts in before),
         order.place,
         lines.released,
         hooked,
@@ -283,6 +307,21 @@ def _discarded_tapes(schedule: Schedule) -> set[int]:
         elif kind == "T" and n not in done:
             found.add(n)
     return found
+
+
+def _left(forward: Iterable[Instruction]) -> list[int]:
+    """The operations whose outputs are in the table at the end."""
+    found: dict[int, None] = {}
+    for what, n in forward:
+        if what is Do.RUN or what is Do.RUN_AGAIN:
+            found[n] = None
+        elif what is Do.DROP or what is Do.SLEEP:
+            found.pop(n, None)
+    return list(found)
+
+
+def _needs_gradients(part: Again | Instruction) -> bool:
+    return part.run_unrecorded is None if isinstance(part, Again) else part[0] is Do.RUN_AGAIN
 
 
 def _gathered(before: Sequence[tuple[Instruction, ...]], tells: Sequence[bool]) -> tuple[tuple[Instruction, ...], ...]:

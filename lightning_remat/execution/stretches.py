@@ -9,6 +9,7 @@ from itertools import groupby
 from torch import fx
 
 from ..operations.evaluation import Item, Stretch, TapeOf, compile_stretch
+from ..operations.indifferent import is_indifferent
 from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
 
@@ -18,7 +19,8 @@ class Again:
     """Recomputations as one function, as long as what they read from outside is as it was.
 
     Attributes:
-        run: The function.
+        run: The function, to be run with gradients.
+        run_unrecorded: The same to be run without, which costs less; None where a result might depend on that.
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
@@ -26,6 +28,7 @@ class Again:
     """
 
     run: Stretch
+    run_unrecorded: Stretch | None
     instructions: tuple[Instruction, ...]
     reads: tuple[int, ...]
     external: tuple[int, ...]
@@ -65,6 +68,7 @@ class Stretches:
         plain: Collection[int],
         external: Callable[[int], Iterable[int]],
         hooked: Collection[int],
+        indifferent: frozenset[int],
     ) -> tuple[Again | Instruction, ...]:
         """The instructions before a backward.
 
@@ -73,6 +77,7 @@ class Stretches:
             plain: The operations whose recomputations are nothing but their calls.
             external: The slots of what an operation reads from outside.
             hooked: The operations of which autograd gets references.
+            indifferent: Those whose recomputations need no gradients, see `indifferent_operations`.
         """
         found: list[Again | Instruction] = []
         for is_simple, group in groupby(before, lambda i: _is_simple(i, Do.RUN_AGAIN, plain)):
@@ -85,6 +90,9 @@ class Stretches:
                 found.append(
                     Again(
                         self._compiled(instructions, is_first=False),
+                        self._compiled(instructions, is_first=False, is_recorded=False)
+                        if indifferent.issuperset(again)
+                        else None,
                         instructions,
                         tuple(set(reads) - {self.slot_of[p] for p in made}),
                         tuple({slot for n in again for slot in external(n)}),
@@ -96,7 +104,12 @@ class Stretches:
         return tuple(found)
 
     def _compiled(
-        self, instructions: Sequence[Instruction], *, is_first: bool, attended: Collection[int] = ()
+        self,
+        instructions: Sequence[Instruction],
+        *,
+        is_first: bool,
+        attended: Collection[int] = (),
+        is_recorded: bool = True,
     ) -> Stretch:
         items: list[Item] = []
         for what, n in instructions:
@@ -109,7 +122,23 @@ class Stretches:
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
-        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers)
+        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, is_recorded=is_recorded)
+
+
+def indifferent_operations(traced: TracedModule, again: Collection[int], plain: Collection[int]) -> frozenset[int]:
+    """The operations whose recomputations need no gradients: they do not ask for them, nor does any that reads them.
+
+    Args:
+        traced: The operations.
+        again: Those that run again.
+        plain: Those of them whose recomputations are nothing but their calls.
+    """
+    found = {n for n in plain if all(map(is_indifferent, traced.operations[n].parts))}
+    # Readers follow what they read.
+    for n in sorted(again, reverse=True):
+        if n not in found:
+            found.difference_update(traced.operations[n].inputs)
+    return frozenset(found)
 
 
 def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:

@@ -17,7 +17,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
 
 def is_recomputing() -> bool:
@@ -94,7 +94,7 @@ class Recomputing:
         _local.depth += 1
         self._was_enabled = torch.is_grad_enabled()
         if not self._was_enabled:
-            _set_grad_enabled(True)
+            set_grad_enabled(True)
         if self._settings is not None:
             self._settings.__enter__()
 
@@ -105,7 +105,7 @@ class Recomputing:
                 self._settings.__exit__(*error)
         finally:
             if not self._was_enabled:
-                _set_grad_enabled(False)
+                set_grad_enabled(False)
             _local.depth -= 1
 
 

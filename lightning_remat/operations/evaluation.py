@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -108,7 +109,8 @@ def compile_stretch(
     slot_of: Mapping[fx.Node, int],
     *,
     is_first: bool,
-    attended: Mapping[str, int],
+    attended: Mapping[str, int] = MappingProxyType({}),
+    is_recorded: bool = True,
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
 
@@ -119,6 +121,7 @@ def compile_stretch(
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
+        is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
     """
     stretch = list(stretch)
     seen = {n for item in stretch if isinstance(item, Operation) and item.name in attended for n in _seen_by(item)}
@@ -142,7 +145,7 @@ def compile_stretch(
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
             body.append(f"del {', '.join(temporary)}")
-        if not is_first:
+        if is_recorded and not is_first:
             cut = writer.constant(leaf_of)
             body += [f"{t} = {cut}({t})" for t in (writer.locals[n] for n in outputs)]
         writer.tabled |= {n for n in outputs if n in seen or last_drop.get(slot_of[n], -1) < position}

@@ -164,6 +164,8 @@ def rebuilt(leaf: Tensor, geometry: Geometry | None) -> Tensor:
     """The saved tensor, from the output tensor that owns its storage."""
     if geometry is None:
         return leaf
+    if not torch.is_grad_enabled():
+        return leaf.as_strided(*geometry)
     with torch.no_grad():
         return leaf.as_strided(*geometry)
 

@@ -60,9 +60,10 @@ def choose(
     """An option for each region, such that the step stays within the budget where that is possible.
 
     Starting from the plain run, the exchange that saves the most excess memory for its seconds is made until the step
-    fits; what was exchanged in vain is taken back. Where it does not come to fit, the lowest peak is returned. To
-    reshard a unit after its forward, where that is to be planned, is one more exchange, for the seconds of a gather;
-    so that this is never worse than resharding all or none, each of these is a start too.
+    fits; what was exchanged in vain is taken back, and the planner is asked once more for each region, with just what
+    the others leave. Where it does not come to fit, the lowest peak is returned. To reshard a unit after its forward,
+    where that is to be planned, is one more exchange, for the seconds of a gather; so that this is never worse than
+    resharding all or none, each of these is a start too.
 
     Args:
         keys: The regions' names in the order of their calls.
@@ -79,12 +80,20 @@ def choose(
     known: dict[Graph, Graph] = {}
     asked = tuple(sorted(options.items()))
 
-    def menu(graph: Graph) -> list[Option]:
+    def asking(graph: Graph) -> _Asking:
         own = _owning_nothing(graph)
         alike = known.setdefault(_without_seconds(own), own)  # repeated blocks are planned once
         start = _owning_nothing(like[graph]) if graph in like else alike
-        found = _options(alike, planner, surroundings.keeps_gradients, asked, start)
-        return [replace(option, graph=graph) for option in found]
+        return _Asking(alike, planner, surroundings.keeps_gradients, asked, start)
+
+    def menu(graph: Graph) -> list[Option]:
+        return [replace(option, graph=graph) for option in _options(asking(graph))]
+
+    def answer(key: str, peak_bytes: int, held_bytes: int) -> Option | None:
+        rest_bytes = max(0, peak_bytes - held_bytes)
+        found = ((graph, asking(graph).answer(peak_bytes, rest_bytes)) for graph in ways[key])
+        told = [replace(option, graph=graph) for graph, option in found if option is not None]
+        return min(told, key=lambda option: option.seconds, default=None)
 
     menus = {key: [option for graph in graphs for option in menu(graph)] for key, graphs in ways.items()}
     search = _Search([(key, ways[key][0]) for key in keys], menus, surroundings)
@@ -99,6 +108,7 @@ def choose(
         found += [Choice(lean, kept) for lean in leanest for kept in {units, frozenset[int]()}]
         found = [search.relaxed(min(found, key=search.peak), budget_bytes)]
     best = min(found, key=lambda choice: (search.excess(choice, budget_bytes), search.seconds(choice)))
+    best = search.refined(best, budget_bytes, answer)
     return best.options, search.around(best.kept)
 
 
@@ -205,6 +215,38 @@ class _Search:
                 choice = fewer
         return choice
 
+    def refined(self, choice: Choice, budget_bytes: int, ask: Callable[[str, int, int], Option | None]) -> Choice:
+        """The same with faster schedules of regions, one by one, where these use what the others leave.
+
+        Args:
+            choice: What to start from; left as it is where it exceeds the budget.
+            budget_bytes: What the step must not exceed.
+            ask: Answers a region, the most that it may need by itself, and the most that it may hold.
+        """
+        if self.excess(choice, budget_bytes):
+            return choice
+        fastest = {key: min(option.seconds for option in menu) for key, menu in self.menus.items()}
+        slowest = sorted(self.menus, key=lambda key: fastest[key] - choice.options[key].seconds)
+        for key in slowest:
+            if choice.options[key].seconds == fastest[key] or self.keys.count(key) > 1:
+                continue  # of several calls' limits none is that of one schedule
+            option = ask(key, *self._room(key, choice, budget_bytes))
+            if option is not None and option.seconds < choice.options[key].seconds:
+                faster = Choice({**choice.options, key: option}, choice.kept)
+                if not self.excess(faster, budget_bytes):
+                    choice = faster
+        return choice
+
+    def _room(self, key: str, choice: Choice, budget_bytes: int) -> tuple[int, int]:
+        """What a region of one call may need by itself, and may hold, where the others are as they are."""
+        peaks, figures, call = self._peaks_with(choice.kept), self._figures_of(choice), self.keys.index(key)
+        own = [call, len(self.keys) + call]  # its forward's peak and its backward's
+        figures[:2, call] = budget_bytes  # beside which all else is there
+        most = budget_bytes - int((peaks.of(*figures)[own] - budget_bytes).max())
+        figures[:2, call], figures[2, call] = 0, budget_bytes
+        held = budget_bytes - int((peaks.of(*figures) - budget_bytes).max())
+        return most, held
+
 
 def _figures(options: Sequence[Option]) -> Ints:
     """Bytes of shape (3, options): peaks of their forwards, of their backwards, what they hold in between."""
@@ -228,32 +270,56 @@ def _owning_nothing(graph: Graph) -> Graph:
     return replace(graph, static_bytes=0, input_bytes=0)
 
 
-@lru_cache(maxsize=64)
-def _options(
-    graph: Graph, planner: Planner, is_accumulating: bool, options: tuple[tuple[str, Any], ...], like: Graph
-) -> tuple[Option, ...]:
-    """The plain run and the planner's answers to limits on the region's peak and on what it holds."""
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A planner, asked for schedules of one region.
 
-    def option(schedule: Schedule) -> Option:
-        peaks = region_peaks(RegionCost("", graph, schedule), is_accumulating)
-        return Option(graph, schedule, simulate(graph, schedule).seconds, peaks)
+    Attributes:
+        graph: The region's operations, which own nothing.
+        planner: A name or a function.
+        is_accumulating: Whether the region adds to gradients that are there.
+        options: Passed to the planner.
+        like: The same operations at a batch size from whose search those for all limits start.
+    """
 
-    def ask(peak_bytes: int, rest_bytes: int) -> None:
-        """A schedule with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step."""
-        extended = _with_rest(graph, rest_bytes)
+    graph: Graph
+    planner: Planner
+    is_accumulating: bool
+    options: tuple[tuple[str, Any], ...]
+    like: Graph
+
+    def option(self, schedule: Schedule) -> Option:
+        """A schedule with what it costs."""
+        peaks = region_peaks(RegionCost("", self.graph, schedule), self.is_accumulating)
+        return Option(self.graph, schedule, simulate(self.graph, schedule).seconds, peaks)
+
+    def answer(self, peak_bytes: int, rest_bytes: int) -> Option | None:
+        """One with at most `peak_bytes` of its own, of which it leaves `rest_bytes` to the rest of the step.
+
+        Where that cannot be, one with the least that the planner needs; None where it does not keep to that.
+        """
+        extended, start = _with_rest(self.graph, rest_bytes), _with_rest(self.like, 0)
         try:
-            made = plan(extended, peak_bytes, planner, like=start, **dict(options))
+            made = plan(extended, peak_bytes, self.planner, like=start, **dict(self.options))
         except InfeasibleBudgetError as error:
             try:
-                made = plan(extended, error.sufficient_bytes, planner, like=start, **dict(options))
+                made = plan(extended, error.sufficient_bytes, self.planner, like=start, **dict(self.options))
             except InfeasibleBudgetError:  # what it said to be its lowest peak is not: nothing to learn here
-                return
-        schedule = Schedule(tuple(a for a in made.schedule if a.node < len(graph.nodes)))
-        found.setdefault(str(schedule), option(schedule))
+                return None
+        return self.option(Schedule(tuple(a for a in made.schedule if a.node < len(self.graph.nodes))))
 
-    start = _with_rest(like, 0)  # one search, from which those for all other limits start
-    plain = option(keep_everything(graph))
+
+@lru_cache(maxsize=64)
+def _options(asking: _Asking) -> tuple[Option, ...]:
+    """The plain run and the planner's answers to limits on the region's peak and on what it holds."""
+    graph = asking.graph
+    plain = asking.option(keep_everything(graph))
     found = {str(plain.schedule): plain}
+
+    def ask(peak_bytes: int, rest_bytes: int) -> None:
+        if (option := asking.answer(peak_bytes, rest_bytes)) is not None:
+            found.setdefault(str(option.schedule), option)
+
     least = sum(graph.nodes[graph.roots[n]].output_bytes for n in graph.outputs)
     most = plain.peaks.held_bytes
     for i in range(_HELD):

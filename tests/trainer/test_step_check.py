@@ -201,7 +201,9 @@ def test_nothing_is_captured_or_learnt_that_training_would_not_have(tmp_path: Pa
 
         def note(optimizer: Any, seen: list[Any] = seen, module: nn.Module = module) -> None:
             del optimizer
-            places = [place for program in programs_in(module) for own in program.learned.values() for place in own]
+            places = [
+                place for program in programs_in(module) for own in program.learned.values() for place in own.every
+            ]
             sizes = {place.source.shape[0] for place in places if isinstance(place.source, TapeRef)}
             seen.append((dict(counters["stats"]), len(programs_in(module)), sizes))
 

@@ -1,0 +1,65 @@
+"""Calls that compute the same bits whether autograd records them or not."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from .contexts import contexts_of
+
+# Python's operators have no types of their own.
+# pyright: reportUnknownMemberType=false
+
+_FUNCTIONS = frozenset[Any](
+    {
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.getitem),
+        *(torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.pow, torch.abs, torch.square),
+        *(torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.sin, torch.cos, torch.erf, torch.where),
+        *(torch.sigmoid, torch.tanh, torch.relu, torch.softmax, torch.clamp, torch.mean, torch.sum),
+        *(torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
+        *(torch.cat, torch.stack, torch.chunk, torch.split, torch.unbind, torch.flatten, torch.reshape),
+        *(torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze),
+        *(functional.gelu, functional.softmax, functional.layer_norm, functional.group_norm),
+    }
+)
+
+_METHODS = frozenset(
+    {
+        *("add", "sub", "mul", "div", "neg", "pow", "abs", "square", "exp", "log", "sqrt", "rsqrt", "sin", "cos"),
+        *("sigmoid", "tanh", "relu", "softmax", "clamp", "mean", "sum", "mm", "bmm", "float", "half", "bfloat16"),
+        *(
+            "chunk",
+            "split",
+            "unbind",
+            "flatten",
+            "reshape",
+            "view",
+            "permute",
+            "transpose",
+            "t",
+            "unsqueeze",
+            "squeeze",
+        ),
+        *("expand", "contiguous"),
+    }
+)
+
+
+def is_indifferent(part: fx.Node) -> bool:
+    """Whether no implementation of a call asks for gradients; of functions that are not listed it is not known.
+
+    Among those that do ask are convolutions, attention, and products of more than two dimensions.
+    """
+    if contexts_of(part):
+        return False
+    if part.op == "call_method":
+        return part.target in _METHODS
+    if part.target in (functional.relu, functional.silu):
+        return not (part.kwargs.get("inplace") or part.args[1:])
+    if part.target is functional.linear:  # without a bias it is such a product
+        return len(part.args) == 3 and isinstance(part.args[2], fx.Node)
+    return part.op == "call_function" and part.target in _FUNCTIONS and "out" not in part.kwargs
