@@ -105,8 +105,6 @@ class Execution:
         self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
         self.output_versions: dict[int, list[int]] = {}
         self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
-        # What autocast casts without gradients it would hand to runs with them.
-        self.is_cast = any(is_enabled for _, is_enabled, _ in self.ambient.autocast)
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.lock = threading.RLock()
 
@@ -254,7 +252,7 @@ class Execution:
             elif not self._is_as_before(part):
                 with self._recomputing():
                     self._follow(part.instructions)
-            elif part.run_unrecorded is not None and not self.is_cast:
+            elif part.run_unrecorded is not None:
                 self._run_unrecorded(part.run_unrecorded)
             else:
                 with self._recomputing():

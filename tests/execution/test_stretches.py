@@ -33,9 +33,7 @@ def test_a_batch_norm_runs_again_with_its_neighbours_and_counts_once() -> None:
     traced = trace(module, x)
     graph = profile(traced, x, repeats=1)
     again = [n for n, node in enumerate(graph.nodes) if node.kind in ("batch_norm", "gelu")]
-    lowered = lower_kept(graph, {*range(len(graph.nodes))} - {*again})
-    backward = next(k for k, action in enumerate(lowered) if action.kind == "B")
-    kept_tapes = Schedule(tuple(a for k, a in enumerate(lowered) if a.kind != "T" or k > backward))
+    kept_tapes = _with_tapes(lower_kept(graph, {*range(len(graph.nodes))} - {*again}))
     program = compile_schedule(traced, kept_tapes, graph)
     stretches = [part for parts in program.before for part in parts if isinstance(part, Again)]
     joined = {graph.nodes[n].kind for part in stretches for what, n in part.instructions if what is Do.RUN_AGAIN}
@@ -43,6 +41,12 @@ def test_a_batch_norm_runs_again_with_its_neighbours_and_counts_once() -> None:
     ours, given = copy.deepcopy(module), torch.randn(2, 4, 6, 6)
     rewrite(ours, kept_tapes, x)
     assert_equal_traces(traces(module, [x, given, x]), traces(ours, [x, given, x]))
+
+
+def _with_tapes(schedule: Schedule) -> Schedule:
+    """The same, tapes kept until their backwards."""
+    backward = next(k for k, action in enumerate(schedule) if action.kind == "B")
+    return Schedule(tuple(a for k, a in enumerate(schedule) if a.kind != "T" or k > backward))
 
 
 def _blocks(dropout: float = 0.0) -> nn.Sequential:
@@ -110,3 +114,106 @@ class Failing(TorchDispatchMode):
         if self._name in str(func):
             raise MemoryError(self._name)
         return func(*args, **(kwargs or {}))
+
+
+class Recorded(TorchDispatchMode):
+    """Notes for each kernel of an operation whether gradients were on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.seen: list[bool] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(self._name):
+            self.seen.append(torch.is_grad_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+def _unrecorded(program: Program) -> set[str]:
+    """The kinds of operations that run again without gradients."""
+    stretches = [part for parts in program.before for part in parts if isinstance(part, Again)]
+    done = [i for part in stretches if part.run_unrecorded is not None for i in part.instructions]
+    return {program.traced.operations[n].kind for what, n in done if what is Do.RUN_AGAIN}
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_what_asks_for_no_gradients_runs_again_without(is_differentiated: bool) -> None:
+    plain, x = _blocks(), torch.randn(4, 8, requires_grad=True)
+    ours = copy.deepcopy(plain)
+    assert _unrecorded(_rewritten(ours, x)) == {"gelu"}
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
+    loss = ours(x).square().sum()
+    with Recorded("aten.gelu.default") as recorded:
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=is_differentiated)
+        assert torch.is_grad_enabled()
+    assert recorded.seen == [False] * 4
+    assert torch.equal(gradient, expected)
+    if is_differentiated:
+        for first in (expected, gradient):
+            first.sum().backward()
+        assert_equal_gradients(plain, ours)
+
+
+def assert_equal_gradients(plain: nn.Module, ours: nn.Module) -> None:
+    """Bitwise."""
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_an_error_in_a_stretch_without_gradients_leaves_them_on() -> None:
+    ours, x = _blocks(), torch.randn(4, 8, requires_grad=True)
+    _rewritten(ours, x)
+    loss = ours(x).square().sum()
+    with pytest.raises(MemoryError), Failing("aten.gelu.default"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.is_grad_enabled()
+
+
+class Read(nn.Module):
+    """Products of three dimensions choose a kernel by whether a factor needs gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            factor = torch.tanh(self.inner(x[0]))
+            x = torch.sigmoid(torch.matmul(x.transpose(0, 1), factor).transpose(0, 1))
+        return x
+
+
+def test_what_others_read_that_ask_for_gradients_has_them() -> None:
+    plain, x = Read(), torch.randn(8, 8, 8)
+    ours, traced = copy.deepcopy(plain), trace(plain, x)
+    graph = profile(traced, x, repeats=1)
+    again = {n for n, node in enumerate(graph.nodes) if node.kind != "linear"} - set(graph.outputs)
+    schedule = lower_kept(graph, {*range(len(graph.nodes))} - again)
+    assert "tanh" not in _unrecorded(compile_schedule(traced, schedule, graph))
+    rewrite(ours, schedule, x)
+    assert_equal_traces(traces(plain, [x, x]), traces(ours, [x, x]))
+
+
+def test_casts_of_autocast_do_not_pass_from_a_recomputation_to_the_next_forward() -> None:
+    """Autocast keeps casts of parameters for its region: one made without gradients must not serve a run with them."""
+    plain, x = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.GELU()))), torch.randn(4, 8)
+    ours = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = trace(ours, x)
+        graph = profile(traced, x, repeats=1)
+        rewrite(ours, _with_tapes(lower_kept(graph, set())), x)
+        assert "linear" in _unrecorded(next(iter(programs_in(ours))))
+    for module in (plain, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = module(x).float().square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            first.backward()
+            module(x).float().square().sum().backward()
+    assert_equal_gradients(plain, ours)

@@ -135,3 +135,13 @@ def test_bytes_at_another_size_are_those_of_its_graph() -> None:
 def test_profiles_of_different_modules_are_refused() -> None:
     with pytest.raises(ValueError, match="6 operations at batch size 2 and 7 others at 4"):
         ScalableGraph(Line(2, 4), chain(6), chain(7))
+
+
+def test_what_a_choice_of_few_schedules_leaves_is_used() -> None:
+    """One large region beside a small one gets, within a layer's output, the seconds that it would get alone."""
+    graphs = {"large": chain(60), "small": chain(2)}
+    whole = step_timeline([plain(k, graph) for k, graph in graphs.items()], AROUND).peak_bytes
+    for missing in range(100, 2000, 230):
+        step = plan_step(list(graphs), graphs, whole - missing, "auto", AROUND)
+        assert step.predicted_peak_bytes <= whole - missing
+        assert step.num_recomputed <= missing // 100 + 2
