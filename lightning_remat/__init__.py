@@ -13,6 +13,7 @@ from .planners import PLANNERS as PLANNERS
 from .plans.plan import Plan as Plan
 from .plans.planner import plan as plan
 from .profiling.profiler import profile as profile
+from .regions.rematerializer import compile_stretches as compile_stretches
 from .regions.rematerializer import rematerialize as rematerialize
 from .schedules.graph import Graph as Graph
 from .schedules.graph import Node as Node

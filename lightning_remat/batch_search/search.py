@@ -14,7 +14,7 @@ from torch import nn
 from ..budget import format_bytes
 from ..devices import counts_memory, empty_cache
 from ..errors import InfeasibleBudgetError
-from ..execution.executor import retried
+from ..execution.modified import retried
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..plans.plan import StepPlan

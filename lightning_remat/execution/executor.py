@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,15 +33,11 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .instructions import Do, Instruction
+from .modified import modified
 from .program import Kinds, Place, Program, Step
 from .stretches import Again
 
-T = TypeVar("T")
-
 _version_of = attrgetter("_version")
-
-_MOST_RETRIES = 8
-"""Buffers that are found, one by one, to change between a forward and its backward."""
 
 
 class Watch(Protocol):
@@ -384,29 +380,6 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-
-
-class ModifiedError(RuntimeError):
-    """A backward would use a value other than its forward, as something was changed in place in between."""
-
-
-def retried(run: Callable[[], T]) -> T:
-    """What `run` returns, once more if a buffer was changed before the backward: from then on its value is copied."""
-    for _ in range(_MOST_RETRIES):
-        try:
-            return run()
-        except ModifiedError:
-            continue
-    return run()
-
-
-def modified(what: str, version: int, tensor: Tensor) -> ModifiedError:
-    """The error of a backward that would use a value other than its forward."""
-    return ModifiedError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
-        f"version {tensor._version}, expected version {version}. Remedy: use the out-of-place operation, or run the "
-        "backward before the change"
-    )
 
 
 def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) -> None:

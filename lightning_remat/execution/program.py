@@ -263,7 +263,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         ),
         order.backwards,
         before,
-        tuple(any(map(_needs_gradients, parts)) for parts in before),
+        tuple(any(map(needs_gradients, parts)) for parts in before),
         order.place,
         lines.released,
         hooked,
@@ -320,7 +320,8 @@ def _left(forward: Iterable[Instruction]) -> list[int]:
     return list(found)
 
 
-def _needs_gradients(part: Again | Instruction) -> bool:
+def needs_gradients(part: Again | Instruction) -> bool:
+    """Whether it must be run as in the forward, with gradients."""
     return part.run_unrecorded is None if isinstance(part, Again) else part[0] is Do.RUN_AGAIN
 
 

@@ -28,6 +28,7 @@ from ..plans.planner import plan as make_plan
 from ..profiling.profiler import profile_call
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
+from .compiling import StretchCompiler
 from .executor import Watch
 from .forward import run_forward
 from .program import Program, compile_schedule
@@ -70,6 +71,7 @@ class _Rewritten:
     ) -> None:
         self.plan, self.parts, self.planner = plan, parts, planner
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
+        self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
         self.programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
         self._num_plans = 0
@@ -91,12 +93,20 @@ class _Rewritten:
         if graph not in self.programs:
             with self._lock:
                 if graph not in self.programs:
-                    self.programs[graph] = self._program_for(call, graph, values)
+                    self.programs[graph] = self._finished(self._program_for(call, graph, values))
         program = self.programs[graph]
         if program is None:
             return graph.module(*values)
         self.ran.add(program)
         return run_forward(program, values, self.watch)
+
+    def compile(self, compiler: StretchCompiler) -> None:
+        """See `compile_programs`."""
+        self._compiler = compiler
+        self.programs = {graph: self._finished(program) for graph, program in self.programs.items()}
+
+    def _finished(self, program: Program | None) -> Program | None:
+        return program if program is None or self._compiler is None else self._compiler.compiled(program)
 
     def _program_for(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations."""
@@ -298,6 +308,12 @@ def watched(module: nn.Module, watch: Watch | None = None) -> Generator[set[Prog
 def programs_in(module: nn.Module) -> set[Program]:
     """The programs by which the module and its submodules run."""
     return {p for state in _states(module) for p in state.programs.values() if p is not None}
+
+
+def compile_programs(module: nn.Module, compiler: StretchCompiler) -> None:
+    """Hands the stretches of the module and its submodules to a compiler, those of later programs too."""
+    for state in _states(module):
+        state.compile(compiler)
 
 
 def _states(module: nn.Module) -> list[_Rewritten]:

@@ -15,8 +15,9 @@ from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import trace, ways_of
 from ..devices import device_of
 from ..errors import TraceError
+from ..execution.compiling import StretchCompiler
 from ..execution.program import checked_program
-from ..execution.rewriter import Rewriting, install, restore
+from ..execution.rewriter import Rewriting, compile_programs, install, programs_in, restore
 from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
@@ -130,6 +131,38 @@ def rematerialize(
             made = _checked(module, args, kwargs, made)
     _log(module, made, is_given=plan is not None)
     return made
+
+
+def compile_stretches(module: nn.Module, **options: Any) -> int:
+    """Hands what a rematerialized module computes again, stretch by stretch, to `torch.compile`.
+
+    A stretch of many small operations is then a few kernels, in all further backwards. What is computed again is as
+    exact as `torch.compile` is: its kernels may round otherwise than those of the forward, and its memory within a
+    stretch is the compiler's, which the plan has not counted. Random operations, and those of which autograd must save
+    something again, stay as they are.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(8)))
+    >>> plan = rematerialize(module, torch.randn(1024, 64), memory_budget="60%")
+    >>> compile_stretches(module, backend="aot_eager") > 0
+    True
+
+    Args:
+        module: What `rematerialize` has rewritten, or what the callback has, once training has begun.
+        **options: Keyword arguments of `torch.compile`.
+
+    Returns:
+        How many stretches are compiled when they first run.
+
+    Raises:
+        ValueError: Nothing of it is rematerialized.
+    """
+    if not programs_in(module):
+        raise ValueError(f"{type(module).__name__} is not rematerialized. Remedy: call rematerialize first")
+    compiler = StretchCompiler(**options)
+    compile_programs(module, compiler)
+    return compiler.num_stretches
 
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Plan:

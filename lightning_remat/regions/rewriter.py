@@ -12,7 +12,7 @@ from torch import nn
 
 from ..capture.dynamo import CapturedGraph
 from ..errors import InfeasibleBudgetError, TraceError
-from ..execution.executor import retried
+from ..execution.modified import retried
 from ..execution.program import checked_program
 from ..execution.rewriter import install_regions, restore
 from ..measure.bandwidth import Bandwidth, bandwidth_of

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..budget import format_bytes
 from ..devices import HOST, device_of, empty_cache, random_state
 from ..errors import InfeasibleBudgetError
-from ..execution.executor import retried
+from ..execution.modified import retried
 from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import out_of_place
 from ..errors import InfeasibleBudgetError
-from ..execution.executor import retried
+from ..execution.modified import retried
 from ..execution.program import checked_program
 from ..execution.rewriter import current_plan, forced, install, restore
 from ..lowering import keep_everything

@@ -1,0 +1,120 @@
+"""Stretches of recomputation by `torch.compile`, where that is asked for: a few kernels instead of many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..operations.evaluation import Stretch, only_written, slots
+from ..operations.operation import Operation, TracedModule
+from .instructions import Do, Instruction
+from .program import Program, needs_gradients
+from .stretches import Again
+
+
+class StretchCompiler:
+    """Compiles the stretches of programs; those that do the same, as in repeated blocks, are compiled once.
+
+    Args:
+        **options: Keyword arguments of `torch.compile`.
+
+    Attributes:
+        num_stretches: How many have been handed over.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self.num_stretches = 0
+
+    def compiled(self, program: Program) -> Program:
+        """The program with compiled stretches; what was learned of its saved tensors is shared."""
+        slot_of = slots(program.traced)
+        before = tuple(
+            tuple(self._part(part, program.traced, slot_of) if isinstance(part, Again) else part for part in parts)
+            for parts in program.before
+        )
+        return replace(program, before=before, recomputes=tuple(any(map(needs_gradients, parts)) for parts in before))
+
+    def _part(self, stretch: Again, traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> Again:
+        operations = [traced.operations[n] for what, n in stretch.instructions if what is Do.RUN_AGAIN]
+        fetched = traced.fetched()
+        if any(not isinstance(fetched.get(i, _TENSOR), Tensor) for o in operations for i in _read_by(o)):
+            return stretch  # the body of a function, which is no value that a call could be given
+        graph, read, made, left = _extracted(stretch.instructions, traced, slot_of)
+        module = fx.GraphModule({}, graph)
+        key = module.code, tuple(n.target for n in graph.nodes)  # a name in the code may be that of two functions
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(module, **self._options)
+        self.num_stretches += 1
+        return replace(stretch, run_unrecorded=_running(self._compiled[key], read, made, left))
+
+
+_TENSOR = torch.empty(0)
+
+
+def _recomputed(operation: Operation) -> tuple[fx.Node, ...]:
+    return tuple(p for p in operation.parts if p not in operation.effects)
+
+
+def _read_by(operation: Operation) -> list[fx.Node]:
+    return [i for p in _recomputed(operation) for i in p.all_input_nodes if i not in operation.parts]
+
+
+def _running(
+    function: Callable[..., Any], read: tuple[int, ...], made: tuple[int, ...], left: tuple[Instruction, ...]
+) -> Stretch:
+    """The stretch that calls a function.
+
+    Args:
+        function: Of what it reads; returns what it makes.
+        read: Where that is in the table.
+        made: Where the results belong.
+        left: What is let go of afterwards: slots of values, numbers of operations for their tapes.
+    """
+
+    def run(values: list[Any], tapes: dict[int, Any], _attendant: object = None) -> None:
+        results = function(*[values[slot] for slot in read])
+        for slot, value in zip(made, results, strict=True):
+            values[slot] = value
+        for what, number in left:
+            if what is Do.DROP_TAPE:
+                tapes.pop(number, None)
+            else:
+                values[number] = None
+
+    return run
+
+
+def _extracted(
+    instructions: tuple[Instruction, ...], traced: TracedModule, slot_of: Mapping[fx.Node, int]
+) -> tuple[fx.Graph, tuple[int, ...], tuple[int, ...], tuple[Instruction, ...]]:
+    """A stretch as a graph of its own, with names that tell nothing of where it was; see `_running` for the rest."""
+    operations = [traced.operations[n] for what, n in instructions if what is Do.RUN_AGAIN]
+    own = {p for o in operations for p in o.parts}
+    read = tuple(dict.fromkeys(i for o in operations for i in _read_by(o) if i not in own))
+    graph = fx.Graph()
+    found = {n: graph.placeholder(f"a{k}") for k, n in enumerate(read)}
+    for operation in operations:
+        seen = found | {n: graph.call_function(torch.empty_like, (found[n],)) for n in only_written(operation)}
+        for part in _recomputed(operation):
+            args, kwargs = fx.map_arg((part.args, part.kwargs), seen.__getitem__)
+            found[part] = seen[part] = graph.create_node(part.op, part.target, args, kwargs)
+    made: dict[fx.Node, None] = {}  # and in the table at its end
+    left: list[Instruction] = []
+    for what, n in instructions:
+        outputs = traced.operations[n].outputs
+        if what is Do.RUN_AGAIN:
+            made.update(dict.fromkeys(outputs))
+        elif what is Do.DROP_TAPE:
+            left.append((what, n))
+        else:
+            left += [(what, slot_of[p]) for p in outputs if p not in own]
+            for p in outputs:
+                made.pop(p, None)
+    graph.output(tuple(found[p] for p in made))
+    return graph, tuple(slot_of[n] for n in read), tuple(slot_of[p] for p in made), tuple(left)
