@@ -49,6 +49,7 @@ class Settings:
     on_oom: Literal["raise", "replan"] = "raise"
     modules: Sequence[Any] | None = None
     self_check: bool = True
+    compile_stretches: bool = False
     report_dir: str | Path | None = None
     gather_bandwidth: Bandwidth | None = None
 
@@ -72,7 +73,7 @@ class Settings:
         for name in ("max_batch_size", "effective_batch_size"):
             if getattr(self, name) is not None:
                 self._check_count(name)
-        for name in ("include_validation", "resume", "self_check"):
+        for name in ("include_validation", "resume", "self_check", "compile_stretches"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         for name in ("plan_path", "report_dir"):

@@ -310,9 +310,9 @@ def programs_in(module: nn.Module) -> set[Program]:
     return {p for state in _states(module) for p in state.programs.values() if p is not None}
 
 
-def compile_programs(module: nn.Module, compiler: StretchCompiler) -> None:
-    """Hands the stretches of the module and its submodules to a compiler, those of later programs too."""
-    for state in _states(module):
+def compile_programs(modules: Iterable[nn.Module], compiler: StretchCompiler) -> None:
+    """Hands the stretches of modules and their submodules to a compiler, those of later programs too."""
+    for state in (state for module in modules for state in _states(module)):
         state.compile(compiler)
 
 

@@ -161,7 +161,7 @@ def compile_stretches(module: nn.Module, **options: Any) -> int:
     if not programs_in(module):
         raise ValueError(f"{type(module).__name__} is not rematerialized. Remedy: call rematerialize first")
     compiler = StretchCompiler(**options)
-    compile_programs(module, compiler)
+    compile_programs([module], compiler)
     return compiler.num_stretches
 
 

@@ -14,6 +14,8 @@ from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, uninstall
 from ..devices import empty_cache
+from ..execution.compiling import StretchCompiler
+from ..execution.rewriter import compile_programs
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
 from ..module_state.nesting import tensors_in
@@ -87,6 +89,8 @@ class Rematerialization(Callback):
             buffers, random states): on a few samples of the batch, with other random numbers, later in the epoch, in
             the next one, with dropout and batch norm in eval mode. On a difference one warning tells what differs, and
             the plain model is trained. Nothing is said of a step that is not the same twice, or that does not fit.
+        compile_stretches: Whether `torch.compile` makes one of the operations that run again one after another, as
+            `lightning_remat.compile_stretches` documents: after what is compared bit by bit, which it may not be.
         report_dir: Where report and plots go; None for the logger's folder, and for nowhere where there is no logger.
         gather_bandwidth: Bytes a second at which parameters under `fully_shard` are gathered, or "measure"; with it is
             planned, too, which units are resharded after their forward. None leaves that as it was set.
@@ -199,6 +203,8 @@ class Rematerialization(Callback):
             return
         empty_cache(trial.device)  # the step begins where its trial began, not between the pieces that planning left
         self._undo.callback(lambda: uninstall(modules))
+        if settings.compile_stretches:
+            compile_programs(modules, StretchCompiler())
         self.result, self._state = result, to_state(result, mark)
         self._undo_size.pop_all()
         if trainer.is_global_zero:

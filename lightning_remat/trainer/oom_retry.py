@@ -19,6 +19,8 @@ from ..batch_search.trial import install, model_step, uninstall, with_apart
 from ..budget import format_bytes
 from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError
+from ..execution.compiling import StretchCompiler
+from ..execution.rewriter import compile_programs
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.preserve import record
 from ..module_state.random_state import RandomState
@@ -112,6 +114,8 @@ class StepRetry:
             model = with_apart(trial, model, with_scratch=self.settings.counts_scratch)
             plan = model.plan(trial.batch_size, budget, self.settings.planner)
         self.modules[:] = install(trial, trial.batch_size, plan)  # the callback restores what this list holds
+        if self.settings.compile_stretches:
+            compile_programs(self.modules, StretchCompiler())
         return plan
 
 

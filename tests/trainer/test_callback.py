@@ -266,3 +266,22 @@ def test_error_of_the_users_is_raised_by_training_alone(tmp_path: Path) -> None:
         run(tmp_path, module, remat())
     assert caught.value.__context__ is None
     assert module.steps == 1  # training's own: those that were tried are undone
+
+
+def test_stretches_are_compiled_for_the_length_of_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the bitwise comparison; with a compiler that leaves them as they are the run is the plain one."""
+    given: list[nn.Module] = []
+
+    def compiles(module: nn.Module, **_options: Any) -> nn.Module:
+        given.append(module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compiles)
+    plain = seeded(Classifier)
+    run(tmp_path / "plain", plain)
+    planned, callback = seeded(Classifier), remat(compile_stretches=True)
+    run(tmp_path / "planned", planned, callback)
+    assert callback.result is not None
+    assert given
+    for p, q in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(p, q)
