@@ -102,6 +102,7 @@ class Execution:
         self.output_versions: dict[int, list[int]] = {}
         self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
+        self.num_done = 0  # of program.busy
         self.lock = threading.RLock()
 
     def unpack(self, reference: Reference) -> Tensor:
@@ -124,7 +125,7 @@ class Execution:
             if tensor is not None:
                 if place.is_last:
                     self.values[place.owner] = None
-                return tensor
+                return rebuilt(tensor, cast(OutputRef, place.source).geometry)
         with self.lock:
             self.arrive(n)
             return self._governed(n, reference.number, place)
@@ -208,15 +209,15 @@ class Execution:
         try:
             if target < self.position:
                 self._start_over()
-            while self.position < target:
-                self.position += 1
-                if not (parts := program.before[self.position]):
-                    continue
-                if program.recomputes[self.position] or not self._is_ambient_same():
+            while (place := program.busy[self.num_done]) <= target:
+                self.position = place
+                self.num_done += 1
+                if program.recomputes[place] or not self._is_ambient_same():
                     with self._recomputing():  # once for all that runs here
-                        self._follow(parts)
+                        self._follow(program.before[place])
                 else:
-                    self._follow(parts)
+                    self._follow(program.before[place])
+            self.position = target
         except BaseException:
             self.forget()
             self.position = len(program.backwards)  # whatever comes next starts over
@@ -224,7 +225,7 @@ class Execution:
 
     def _start_over(self) -> None:
         self.forget()
-        self.position = -1
+        self.position, self.num_done = -1, 0
         with self._recomputing():
             for what, n in self.program.forward:
                 if what is Do.RUN or what is Do.RUN_AGAIN:

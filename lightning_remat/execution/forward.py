@@ -68,7 +68,6 @@ class _Forward:
         is_known = len(self.program.learned) == len(self.program.hooked)
         self.packing = _Packing(execution)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, unpack_reference)
-        self.generators = drawn_from(execution.kinds.devices)
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
@@ -167,7 +166,7 @@ class _Forward:
         if step.operation.is_random and not self.execution.kinds.is_fake:
             generators_in_use.acquire()
             try:
-                self.draws = Draws(self.generators)
+                self.draws = Draws(drawn_from(self.execution.kinds.devices))
             except BaseException:
                 generators_in_use.release()
                 raise

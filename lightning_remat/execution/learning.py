@@ -59,8 +59,7 @@ class Learning:
                 owner = self.program.steps[source.operation]
                 is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
                 is_only = saved_of[source.operation] == 1
-                is_all = source.geometry is None and len(owner.outputs) == 1
-                is_simple = is_all and is_only and not step.may_keep
+                is_simple = is_only and len(owner.outputs) == 1 and not step.may_keep
                 is_simple &= isinstance(self.values[owner.outputs[0]], Tensor)
                 is_last = source.operation in self.program.released[n]
                 found.append(Place(source, *witness, is_whole, is_only, owner.outputs[0] if is_simple else -1, is_last))

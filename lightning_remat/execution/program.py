@@ -42,7 +42,7 @@ class Place:
         leaf: Which tensor of that value.
         is_whole: Whether that tensor is the output itself, and the saved one the same.
         is_only: Whether its operation has saved no other one that lives in the same output.
-        owner: Where to read it, if nothing but that is to be done: it is all that its owner makes; else -1.
+        owner: Where to read it, if nothing but that is to be done: its owner makes one tensor; else -1.
         is_last: Whether nothing reads that after this.
     """
 
@@ -159,6 +159,7 @@ class Program:
         backwards: The operations in the order of their backwards.
         before: For each entry of `backwards`, what happens when it tells that it begins, back to the one that told
             before; nothing for those that do not tell.
+        busy: The places in `backwards` before which something happens, and the number of backwards.
         recomputes: For each entry of `backwards`, whether operations run again then that need gradients.
         place: For each operation, its place in `backwards`.
         released: For each operation, whose outputs the table lets go of once its backward has read them.
@@ -183,6 +184,7 @@ class Program:
     stretches: tuple[Stretch | Instruction, ...]
     backwards: tuple[int, ...]
     before: tuple[tuple[Again | Instruction, ...], ...]
+    busy: tuple[int, ...]
     recomputes: tuple[bool, ...]
     place: tuple[int, ...]
     released: tuple[frozenset[int], ...]
@@ -263,6 +265,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         ),
         order.backwards,
         before,
+        (*(place for place, parts in enumerate(before) if parts), len(before)),
         tuple(any(map(needs_gradients, parts)) for parts in before),
         order.place,
         lines.released,

@@ -29,6 +29,10 @@ def is_recomputing() -> bool:
     return _local.depth > 0
 
 
+_CPU = torch.device("cpu")
+_num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
+
+
 @dataclass(frozen=True, slots=True)
 class Ambient:
     """The settings under which a forward ran."""
@@ -46,7 +50,7 @@ class Ambient:
         return cls(
             autocast,
             torch.is_autocast_cache_enabled(),
-            torch.get_default_device(),
+            torch.get_default_device() if _num_modes() else _CPU,  # where one is set it is a mode
             torch.get_default_dtype(),
             tuple(read() for read, _ in _ALGORITHMS),
         )
