@@ -41,11 +41,18 @@ class RerunPrices(NamedTuple):
         rerun_price: Of one recomputation.
         stretch_price: Of a stretch of them, beside that.
         hook_price: Of an operation of whose saved values some are discarded.
+        tape_price: Of a recomputation that brings a tape, beside that of one.
     """
 
     rerun_price: float
     stretch_price: float
     hook_price: float
+    tape_price: float
+
+    def of(self, node: Node) -> Node:
+        """The node with what it costs."""
+        rerun_price = self.rerun_price + (self.tape_price if node.tape_bytes else 0.0)
+        return replace(node, rerun_price=rerun_price, stretch_price=self.stretch_price, hook_price=self.hook_price)
 
 
 @cache
@@ -54,7 +61,8 @@ def rerun_prices() -> RerunPrices:
 
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
     recomputed alone, of which one operation saves the output, or several do, and with several blocks recomputed at
-    once: what differs from the first, by how many runs, stretches and hooks, tells the prices.
+    once, with their norms, which have tapes, and without: what differs from the first, by how many runs, stretches,
+    hooks and tapes, tells the prices.
     """
     values = [torch.ones(_WIDTH, _WIDTH, requires_grad=True)]
     values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
@@ -65,7 +73,8 @@ def rerun_prices() -> RerunPrices:
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
     at_once = [n for start in starts for n in range(start, start + _LONG * size)]
-    again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], at_once]
+    untaped = [n for n in at_once if not graph.nodes[n].tape_bytes]
+    again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], untaped, at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
     for program in programs:
@@ -81,15 +90,16 @@ def rerun_prices() -> RerunPrices:
 
 def _count(graph: Graph, schedule: Schedule, price: str) -> float:
     """How often a schedule pays a price."""
-    costs = dict.fromkeys((*fields_in("seconds", Node), *fields_in("price", Node)), 0.0) | {price: 1.0}
-    return simulate(replace(graph, nodes=tuple(replace(n, **costs) for n in graph.nodes)), schedule).recompute_seconds
+    free = [replace(node, **dict.fromkeys(fields_in("seconds", Node), 0.0)) for node in graph.nodes]
+    one = RerunPrices(**dict.fromkeys(RerunPrices._fields, 0.0) | {price: 1.0})
+    return simulate(replace(graph, nodes=tuple(map(one.of, free))), schedule).recompute_seconds
 
 
 _NOTHING = nn.Identity()
 """The module of a graph that was written down and captured nowhere."""
 
 
-_PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH)] * 4)
+_PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH), (_WIDTH,)] * 4)
 _PROJECTION, _ACTIVATION = 1, 2
 """Their places among the operations of a block."""
 
@@ -98,11 +108,11 @@ def _transformer() -> fx.GraphModule:
     graph = fx.Graph()
     h, *weights = [graph.placeholder(f"v{k}") for k in range(1 + len(_PARAMETERS) * _BLOCKS)]
     for k in range(0, len(weights), len(_PARAMETERS)):
-        scale, shift, up, *downs = weights[k : k + len(_PARAMETERS)]
+        scale, shift, up, bias, *downs = weights[k : k + len(_PARAMETERS)]
         inner = graph.call_function(nn.functional.layer_norm, (h, (_WIDTH,), scale, shift))
-        inner = graph.call_function(nn.functional.gelu, (graph.call_function(nn.functional.linear, (inner, up)),))
-        for down in downs:
-            h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, down))))
+        inner = graph.call_function(nn.functional.gelu, (graph.call_function(nn.functional.linear, (inner, up, bias)),))
+        for down in zip(downs[::2], downs[1::2], strict=True):
+            h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, *down))))
     graph.output((h,))
     return fx.GraphModule({}, graph)
 

@@ -36,9 +36,7 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
-            prices = rerun_prices()._asdict()
-            nodes = (replace(node, **prices) for node in graph.nodes)
-            graph = replace(graph, nodes=tuple(nodes))
+            graph = replace(graph, nodes=tuple(map(rerun_prices().of, graph.nodes)))
         of_graph[key] = graph
     return of_graph[key]
 
