@@ -120,7 +120,7 @@ class Execution:
                 raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
             return tensor
         place = self.saved[n][reference.number]
-        if place.owner >= 0 and not self.output_versions:
+        if place.owner >= 0 and place.owner not in self.output_versions:
             tensor = self.values[place.owner]
             if tensor is not None:
                 if place.is_last:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,18 +110,20 @@ def measure_growth(
 
 def _meter_of(include: Iterable[Tensor | nn.Module], *, with_kernels: bool) -> StorageMeter:
     """A meter that counts what is included, and holds none of it."""
-    meter = StorageMeter(with_kernels=with_kernels)
+    tensors: list[Tensor] = []
+    units: list[Any] = []
     for item in include:
         if isinstance(item, nn.Module):
-            for parameter in item.parameters():
-                meter.add(parameter)
-                if parameter.grad is not None:
-                    meter.add(parameter.grad)
-            for buffer in item.buffers():
-                meter.add(buffer)
-            meter.watch(group for unit in gathering_units(item) for group in groups_of(unit))
+            tensors += [t for p in item.parameters() for t in (p, p.grad) if t is not None]
+            tensors += item.buffers()
+            units += gathering_units(item)
         else:
-            meter.add(item)
+            tensors.append(item)
+    is_real = bool(tensors) and active_fake_mode() is None and not any(isinstance(t, FakeTensor) for t in tensors)
+    meter = StorageMeter(with_kernels=with_kernels, is_real=is_real)
+    for tensor in tensors:
+        meter.add(tensor)
+    meter.watch(group for unit in units for group in groups_of(unit))
     return meter
 
 
@@ -147,6 +150,7 @@ class StorageMeter(TorchDispatchMode):
 
     Args:
         with_kernels: Whether it listens to the allocator while an operation runs.
+        is_real: Whether fake tensors are not what is metered: they are made where a module is captured anew meanwhile.
     """
 
     @classmethod
@@ -154,9 +158,9 @@ class StorageMeter(TorchDispatchMode):
         """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
         return True
 
-    def __init__(self, *, with_kernels: bool) -> None:
+    def __init__(self, *, with_kernels: bool, is_real: bool) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self.with_kernels = with_kernels
+        self.with_kernels, self.is_real = with_kernels, is_real
         self.alive_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -212,6 +216,8 @@ class StorageMeter(TorchDispatchMode):
         before_bytes = self.alive_bytes
         result, inside_bytes = self._run(func, operands, args, kwargs or {})
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if self.is_real:
+            made = [t for t in made if not isinstance(t, FakeTensor)]
         if made:
             foreign = {id(s) for s in map(tensor_storage, operands) if s is not None}
             for t in made:
