@@ -41,18 +41,11 @@ class RerunPrices(NamedTuple):
         rerun_price: Of one recomputation.
         stretch_price: Of a stretch of them, beside that.
         hook_price: Of an operation of whose saved values some are discarded.
-        tape_price: Of a recomputation that brings a tape, beside that of one.
     """
 
     rerun_price: float
     stretch_price: float
     hook_price: float
-    tape_price: float
-
-    def of(self, node: Node) -> Node:
-        """The node with what it costs."""
-        rerun_price = self.rerun_price + (self.tape_price if node.tape_bytes else 0.0)
-        return replace(node, rerun_price=rerun_price, stretch_price=self.stretch_price, hook_price=self.hook_price)
 
 
 @cache
@@ -83,16 +76,18 @@ def rerun_prices() -> RerunPrices:
     # Of differences within a round, as whatever else the machine does comes and goes.
     more = [median(seconds[k] - seconds[0] for seconds in rounds) for k in range(1, len(programs))]
     own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
+    # A run that brings a tape costs more, which is found to be left out: where tapes are small, plans keep them.
+    tapes = [sum(bool(graph.nodes[n].tape_bytes) for n in runs) for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules[1:]]
-    prices: list[float] = cast(Any, optimize).nnls(np.array(counts), np.array(more) - np.array(own))[0].tolist()
-    return RerunPrices(*prices)
+    design = np.column_stack([counts, tapes])
+    prices: list[float] = cast(Any, optimize).nnls(design, np.array(more) - np.array(own))[0].tolist()
+    return RerunPrices(*prices[:-1])
 
 
 def _count(graph: Graph, schedule: Schedule, price: str) -> float:
     """How often a schedule pays a price."""
-    free = [replace(node, **dict.fromkeys(fields_in("seconds", Node), 0.0)) for node in graph.nodes]
-    one = RerunPrices(**dict.fromkeys(RerunPrices._fields, 0.0) | {price: 1.0})
-    return simulate(replace(graph, nodes=tuple(map(one.of, free))), schedule).recompute_seconds
+    costs = dict.fromkeys((*fields_in("seconds", Node), *fields_in("price", Node)), 0.0) | {price: 1.0}
+    return simulate(replace(graph, nodes=tuple(replace(n, **costs) for n in graph.nodes)), schedule).recompute_seconds
 
 
 _NOTHING = nn.Identity()

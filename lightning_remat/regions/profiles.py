@@ -36,7 +36,8 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
-            graph = replace(graph, nodes=tuple(map(rerun_prices().of, graph.nodes)))
+            prices = rerun_prices()._asdict()
+            graph = replace(graph, nodes=tuple(replace(node, **prices) for node in graph.nodes))
         of_graph[key] = graph
     return of_graph[key]
 

@@ -21,7 +21,7 @@ def test_recomputations_and_their_stretches_cost_something() -> None:
 def test_a_plan_knows_them() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, stretch, hook, _ = rerun_prices()
+    run, stretch, hook = rerun_prices()
     seen: set[int] = set()
     runs = stretches = 0
     is_running_again = False
