@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torchvision.models import resnet18
 
 from lightning_remat import find_batch_size, rematerialize
+from lightning_remat.execution.executor import Execution
 from lightning_remat.module_state.ambient import Recomputing
 from lightning_remat.regions.step_run import step_peak
 
@@ -68,9 +69,9 @@ def compare(
     assert_same(before, weights(ours))
     assert all(p.grad is None for p in ours.parameters())
     expected = steps(plain, accumulate)
-    with counted(Recomputing, "__enter__") as runs:
+    with counted(Recomputing, "__enter__") as runs, counted(Execution, "_run_unrecorded") as unrecorded:
         found = steps(ours, accumulate)
-    assert len(runs) >= 3 * accumulate, len(runs)
+    assert len(runs) + len(unrecorded) >= 3 * accumulate, (len(runs), len(unrecorded))
     assert_same(expected, found)
 
 
