@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..operations.evaluation import Stretch, only_written, slots
 from ..operations.operation import Operation, TracedModule
 from .instructions import Do, Instruction
 from .program import Program, needs_gradients
-from .stretches import Again
+from .stretches import Again, Stretches
 
 
 class StretchCompiler:
@@ -33,28 +33,49 @@ class StretchCompiler:
 
     def compiled(self, program: Program) -> Program:
         """The program with compiled stretches; what was learned of its saved tensors is shared."""
-        slot_of = slots(program.traced)
+        traced, slot_of = program.traced, slots(program.traced)
+        bodies = {n for n, value in traced.fetched().items() if not isinstance(value, Tensor)}
         before = tuple(
-            tuple(self._part(part, program.traced, slot_of) if isinstance(part, Again) else part for part in parts)
+            tuple(self._part(part, bodies, traced, slot_of) for part in _without_attended(parts, program, slot_of))
             for parts in program.before
         )
         return replace(program, before=before, recomputes=tuple(any(map(needs_gradients, parts)) for parts in before))
 
-    def _part(self, stretch: Again, traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> Again:
-        operations = [traced.operations[n] for what, n in stretch.instructions if what is Do.RUN_AGAIN]
-        fetched = traced.fetched()
-        if any(not isinstance(fetched.get(i, _TENSOR), Tensor) for o in operations for i in _read_by(o)):
-            return stretch  # the body of a function, which is no value that a call could be given
-        graph, read, made, left = _extracted(stretch.instructions, traced, slot_of)
+    def _part(
+        self, part: Again | Instruction, bodies: set[fx.Node], traced: TracedModule, slot_of: Mapping[fx.Node, int]
+    ) -> Again | Instruction:
+        if not isinstance(part, Again):
+            return part
+        operations = [traced.operations[n] for what, n in part.instructions if what is Do.RUN_AGAIN]
+        if any(i in bodies for o in operations for i in _read_by(o)):
+            return part  # the body of a function is no value that a call could be given
+        graph, read, made, left = _extracted(operations, part.instructions, traced, slot_of)
         module = fx.GraphModule({}, graph)
         key = module.code, tuple(n.target for n in graph.nodes)  # a name in the code may be that of two functions
         if key not in self._compiled:
             self._compiled[key] = torch.compile(module, **self._options)
         self.num_stretches += 1
-        return replace(stretch, run_unrecorded=_running(self._compiled[key], read, made, left))
+        return replace(part, run_unrecorded=_running(self._compiled[key], read, made, left))
 
 
-_TENSOR = torch.empty(0)
+def _without_attended(
+    parts: tuple[Again | Instruction, ...], program: Program, slot_of: Mapping[fx.Node, int]
+) -> Iterator[Again | Instruction]:
+    """The parts, with what brings a tape or draws between stretches: a compiled call could not tell where it begins."""
+    stretches = Stretches(program.traced, slot_of)
+    for part in parts:
+        if isinstance(part, Again) and part.attended:
+            others = {n for what, n in part.instructions if what is Do.RUN_AGAIN} - part.attended
+            yield from stretches.of_backward(
+                part.instructions,
+                others,
+                frozenset(),
+                lambda n: program.steps[n].external,
+                program.hooked,
+                frozenset(others if part.run_unrecorded is not None else ()),
+            )
+        else:
+            yield part
 
 
 def _recomputed(operation: Operation) -> tuple[fx.Node, ...]:
@@ -91,10 +112,12 @@ def _running(
 
 
 def _extracted(
-    instructions: tuple[Instruction, ...], traced: TracedModule, slot_of: Mapping[fx.Node, int]
+    operations: Sequence[Operation],
+    instructions: tuple[Instruction, ...],
+    traced: TracedModule,
+    slot_of: Mapping[fx.Node, int],
 ) -> tuple[fx.Graph, tuple[int, ...], tuple[int, ...], tuple[Instruction, ...]]:
     """A stretch as a graph of its own, with names that tell nothing of where it was; see `_running` for the rest."""
-    operations = [traced.operations[n] for what, n in instructions if what is Do.RUN_AGAIN]
     own = {p for o in operations for p in o.parts}
     read = tuple(dict.fromkeys(i for o in operations for i in _read_by(o) if i not in own))
     graph = fx.Graph()

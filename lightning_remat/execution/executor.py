@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol, cast
@@ -22,22 +21,15 @@ from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import Stretch, leaf_of
-from ..operations.saved_tensors import (
-    Geometry,
-    OutputRef,
-    TapeRef,
-    caught_tensors,
-    geometry_of,
-    rebuilt,
-    tensor_in,
-    tensors_of,
-)
+from ..operations.saved_tensors import Geometry, OutputRef, TapeRef, geometry_of, rebuilt, tensor_in, tensors_of
+from .attended import Attended
 from .instructions import Do, Instruction
 from .modified import modified
-from .program import Kinds, Place, Program, Step
+from .program import TAPE, Kinds, Place, Program, Step
 from .stretches import Again
 
 _version_of = attrgetter("_version")
+_NONE: dict[int, Tensor] = {}
 
 
 class Watch(Protocol):
@@ -91,7 +83,7 @@ class Execution:
         self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
         self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
-        self.differentiable: dict[int, tuple[int, ...]] = {}  # what else they read that gradients flow to
+        self.differentiable: dict[int, tuple[int, ...]] = {}  # what `Attended` reads to which gradients flow
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}
         self.copies: dict[int, dict[int, Tensor]] = {}
@@ -126,6 +118,8 @@ class Execution:
                 if place.is_last:
                     self.values[place.owner] = None
                 return rebuilt(tensor, cast(OutputRef, place.source).geometry)
+        elif place.owner == TAPE and (tensor := self.tapes.get(n, _NONE).pop(reference.number, None)) is not None:
+            return tensor
         with self.lock:
             self.arrive(n)
             return self._governed(n, reference.number, place)
@@ -163,6 +157,7 @@ class Execution:
     def _own(self, n: int, number: int) -> Tensor:
         """A tensor of an operation's tape."""
         if number not in self.tapes.get(n, ()):
+            self.tapes.pop(n, None)  # in which others may still be
             with self._recomputing():
                 self.run_again(n, with_tape=True)
         return self.tapes[n][number]
@@ -249,21 +244,24 @@ class Execution:
             elif not self._is_as_before(part):
                 with self._recomputing():
                     self._follow(part.instructions)
-            elif part.run_unrecorded is not None:
-                self._run_unrecorded(part.run_unrecorded)
-            else:
+            elif part.run_unrecorded is None:
                 with self._recomputing():
-                    part.run(self.values, self.tapes)
+                    self._run(part.run, part.attended)
+            elif not torch.is_grad_enabled():  # as in a backward that is not differentiated itself
+                self._run(part.run_unrecorded, part.attended)
+            else:
+                set_grad_enabled(False)
+                try:
+                    self._run(part.run_unrecorded, part.attended)
+                finally:
+                    set_grad_enabled(True)
 
-    def _run_unrecorded(self, stretch: Stretch) -> None:
-        if not torch.is_grad_enabled():  # as in a backward that is not differentiated itself
+    def _run(self, stretch: Stretch, attended: frozenset[int]) -> None:
+        if not attended:
             stretch(self.values, self.tapes)
             return
-        set_grad_enabled(False)
-        try:
-            stretch(self.values, self.tapes)
-        finally:
-            set_grad_enabled(True)
+        with Attended(self) as attendant:
+            stretch(self.values, self.tapes, attendant)
 
     def _is_as_before(self, stretch: Again) -> bool:
         """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""
@@ -291,6 +289,10 @@ class Execution:
         """The settings of the forward, with gradients."""
         return Recomputing(None if self._is_ambient_same() else self.ambient)
 
+    def name_of(self, n: int) -> str:
+        """Of an operation, for messages."""
+        return self.steps[n].operation.name
+
     def drop(self, n: int) -> None:
         """The table lets go of an output."""
         for slot in self.steps[n].outputs:
@@ -304,29 +306,12 @@ class Execution:
                 self.run_again(producer)
             elif slot in self.output_versions:
                 self._check_output(producer)
-        with_tape = with_tape and n in self.taped and n not in self.tapes
-        if with_tape:
-            for t in tensors_of(self.values[slot] for slot in self.differentiable[n]):
-                t.requires_grad_()  # a stretch may have made it without gradients
-        saved: list[Tensor] = []
         values = self._conditions(n, step) if step.is_conditional or n in self.copies else self.values
-        draws = self.draws.get(n)
-        if draws is not None or step.contexts:
-            with (
-                ContextStack() as contexts,
-                caught_tensors(saved) if with_tape else nullcontext(),
-                nullcontext() if draws is None else draws.replayed(),
-            ):
-                contexts.enter(step.contexts)
-                made = step.run_again(values)
-        elif with_tape:
-            with caught_tensors(saved):
-                made = step.run_again(values)
-        else:
+        with ContextStack() as contexts, Attended(self) as attendant:
+            contexts.enter(step.contexts)
+            attendant.begin(n, with_tape=with_tape)
             made = step.run_again(values)
-        if with_tape:
-            self._catch_tape(n, saved)
-            saved.clear()  # it holds the graph that holds the hook that holds it
+            attendant.end(n)
         if self.watch is not None:
             self.watch.ended(step.operation.name, list(made), is_first=False)
         if not step.outputs or self.values[step.outputs[0]] is None:
@@ -356,16 +341,6 @@ class Execution:
         for slot in {*step.kept, *copies}:
             values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
         return values
-
-    def _catch_tape(self, n: int, saved: list[Tensor]) -> None:
-        own, num_saved = self.taped[n], len(self.saved[n])
-        if len(saved) != num_saved or not all(source.is_like(saved[k]) for k, source in own):
-            raise RuntimeError(
-                f"{self.steps[n].operation.name} saved other tensors for its backward in its recomputation than in its "
-                f"first run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it "
-                "out of the rewritten modules"
-            )
-        self.tapes[n] = {k: saved[k].detach() for k, _ in own}  # cut from the graph, which holds the inputs
 
     def _check_output(self, n: int) -> None:
         for slot in self.steps[n].outputs:

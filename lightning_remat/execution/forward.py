@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..module_state.random_state import Draws, drawn_from, generators_in_use
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import leaf_of
-from ..operations.saved_tensors import ExternalRef, OutputRef, TapeRef, geometry_of, storage_key, tensors_of
+from ..operations.saved_tensors import ExternalRef, OutputRef, geometry_of, storage_key, tensors_of
 from .executor import Execution, Reference, Watch, arrive_before, unpack_reference
 from .instructions import Do
 from .learning import Learning
@@ -177,6 +177,8 @@ class _Forward:
     def end(self, n: int) -> None:
         """Operation n has run; its inputs and outputs are in the table."""
         references, step = self._stop(), self.program.steps[n]
+        if step.is_attended_again:
+            self._note_differentiable(n)
         if step.is_hooked:
             self._place(n, references)
         if step.is_announced and not references:
@@ -206,42 +208,42 @@ class _Forward:
             places = learns.places(n, [cast(Tensor, r.held) for r in references])
             if self.learns is not None:
                 self.program.learned[n] = places
-        values = self.values
-        others: dict[int, Place] = {}
-        tapes: dict[int, Tensor] = {}
-        for k, place in places.changed:
+        execution, values = self.execution, self.values
+        every, others = places.every, [*places.others]
+        for k, slot in places.whole:
             reference = references[k]
-            tensor = cast(Tensor, reference.held)
-            source = place.source
-            if isinstance(source, OutputRef):
-                if is_same := (leaf := values[place.slot]) is tensor:
-                    if place.is_whole:
-                        reference.held = None
-                        continue
-                else:
-                    leaf = tensors_of([leaf])[place.leaf]
-                    is_same = storage_key(leaf) == storage_key(tensor)
-                if not is_same:
-                    place = others[k] = _OUTSIDE  # it is another one this time: held, whatever it costs
-                elif (resized := self._resized(place, source, tensor)) is not place:
-                    place = others[k] = resized
-            elif isinstance(source, TapeRef):
-                # It may be the very tensor, which holds the graph.
-                tapes[k] = tensor.detach()
-                if not source.is_like(tensor):
-                    place = others[k] = Place(TapeRef(tensor.shape, tensor.dtype, tensor.device))
-            # What is held must not hold the graph that holds the reference.
-            reference.held = tensor.detach() if isinstance(place.source, ExternalRef) else None
-        every = tuple(others.get(k, place) for k, place in enumerate(places.every)) if others else places.every
-        self.execution.saved[n] = every
-        if tapes:
-            self.execution.tapes[n] = tapes
-            self.execution.taped[n] = [(k, cast(TapeRef, every[k].source)) for k in tapes]
-            self.execution.differentiable[n] = tuple(
-                slot
-                for slot in self.program.steps[n].inputs
-                if any(t.requires_grad for t in tensors_of([values[slot]]))
-            )
+            if values[slot] is reference.held or _is_same(values[slot], reference.held):
+                reference.held = None
+            else:
+                others.append((k, every[k]))
+        if others:
+            placed = {k: self._placed(references[k], place) for k, place in others}
+            every = tuple(placed.get(k, place) for k, place in enumerate(every))
+        execution.saved[n] = every
+        if places.own:
+            # A tensor of the tape may be the very output, which holds the graph that holds the reference.
+            execution.tapes[n] = {k: cast(Tensor, references[k].held).detach() for k, _ in places.own}
+            execution.taped[n] = [(k, source.resized(cast(Tensor, references[k].held))) for k, source in places.own]
+            for k, _ in places.own:
+                references[k].held = None
+            if n not in execution.differentiable:
+                self._note_differentiable(n)
+
+    def _note_differentiable(self, n: int) -> None:
+        found = [slot for slot in self.program.steps[n].inputs if _needs_gradient(self.values[slot])]
+        self.execution.differentiable[n] = tuple(found)
+
+    def _placed(self, reference: Reference, place: Place) -> Place:
+        """Where a saved tensor belongs this time; the reference lets go of what the schedule governs."""
+        tensor, source = cast(Tensor, reference.held), place.source
+        if isinstance(source, OutputRef):
+            leaf = tensors_of([self.values[place.slot]])[place.leaf]
+            if storage_key(leaf) == storage_key(tensor):
+                reference.held = None
+                return self._resized(place, source, tensor)
+        # It is another one this time, or lives outside: held, whatever it costs, but not with the graph that holds it.
+        reference.held = tensor.detach()
+        return _OUTSIDE
 
     def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
         """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""
@@ -307,3 +309,15 @@ class _Forward:
             self._wake(n, asleep)
         for slot, value in zip(step.outputs, asleep, strict=True):
             self.values[slot] = value
+
+
+def _needs_gradient(value: Any) -> bool:
+    return value.requires_grad if isinstance(value, Tensor) else any(t.requires_grad for t in tensors_of([value]))
+
+
+def _is_same(a: Any, b: Tensor | None) -> bool:
+    """Whether it is told at a glance that both are tensors of the same memory, other than by being one."""
+    if type(a) is not Tensor or type(b) is not Tensor or not a.layout is b.layout is torch.strided:
+        return False
+    where = a.data_ptr()
+    return where == b.data_ptr() != 0 and a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()

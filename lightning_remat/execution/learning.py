@@ -17,7 +17,7 @@ from ..operations.saved_tensors import (
     storage_owners,
     tensors_of,
 )
-from .program import Place, Places, Program
+from .program import ELSEWHERE, TAPE, Place, Places, Program
 
 
 class Learning:
@@ -51,22 +51,30 @@ class Learning:
         saved_of = Counter(source.operation for source in sources if isinstance(source, OutputRef))
         for tensor, source in zip(saved, sources, strict=True):
             witness = witnesses.get(storage_key(tensor))
-            if not isinstance(source, OutputRef):
-                found.append(Place(source))
-            elif witness is None:  # nothing that it sees lives there: the tensor is its own
-                found.append(Place(TapeRef(tensor.shape, tensor.dtype, tensor.device)))
-            else:
+            if isinstance(source, OutputRef) and witness is not None:
                 owner = self.program.steps[source.operation]
                 is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
                 is_only = saved_of[source.operation] == 1
                 is_simple = is_only and len(owner.outputs) == 1 and not step.may_keep
                 is_simple &= isinstance(self.values[owner.outputs[0]], Tensor)
+                slot = owner.outputs[0] if is_simple else ELSEWHERE
                 is_last = source.operation in self.program.released[n]
-                found.append(Place(source, *witness, is_whole, is_only, owner.outputs[0] if is_simple else -1, is_last))
+                found.append(Place(source, *witness, is_whole, is_only, slot, is_last))
+            elif isinstance(source, ExternalRef):
+                found.append(Place(source))
+            else:  # where nothing that it sees lives in that storage, the tensor is its own
+                own = TapeRef(tensor.shape, tensor.dtype, tensor.device)
+                found.append(Place(own, owner=ELSEWHERE if step.may_keep else TAPE))
         made = {storage_key(t) for t in tensors_of(self.values[slot] for slot in step.outputs)}
-        changed = (
-            (k, place)
-            for k, place in enumerate(found)
-            if not isinstance(place.source, ExternalRef) or storage_key(saved[k]) in made
+        numbered = list(enumerate(found))
+        return Places(
+            tuple(found),
+            tuple((k, place.slot) for k, place in numbered if place.is_whole),
+            tuple((k, place.source) for k, place in numbered if isinstance(place.source, TapeRef)),
+            tuple(
+                (k, place)
+                for k, place in numbered
+                if (isinstance(place.source, OutputRef) and not place.is_whole)
+                or (isinstance(place.source, ExternalRef) and storage_key(saved[k]) in made)
+            ),
         )
-        return Places(tuple(found), tuple(changed))

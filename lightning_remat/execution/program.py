@@ -24,12 +24,14 @@ from ..operations.evaluation import (
 )
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
-from ..operations.saved_tensors import Source
+from ..operations.saved_tensors import Source, TapeRef
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
 from .stretches import Again, Stretches, indifferent_operations
+
+ELSEWHERE, TAPE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Place:
         leaf: Which tensor of that value.
         is_whole: Whether that tensor is the output itself, and the saved one the same.
         is_only: Whether its operation has saved no other one that lives in the same output.
-        owner: Where to read it, if nothing but that is to be done: its owner makes one tensor; else -1.
+        owner: Where to read it, if nothing but that is to be done: the slot of an output, where its owner makes one
+            tensor, `TAPE`, or else `ELSEWHERE`.
         is_last: Whether nothing reads that after this.
     """
 
@@ -51,7 +54,7 @@ class Place:
     leaf: int = 0
     is_whole: bool = False
     is_only: bool = False
-    owner: int = -1
+    owner: int = ELSEWHERE
     is_last: bool = False
 
 
@@ -61,12 +64,16 @@ class Places:
 
     Attributes:
         every: The places, in the order in which autograd saves.
-        changed: Numbers and places of those that a reference does not hold just as autograd would: what the schedule
-            governs, and what the operation makes itself.
+        whole: Numbers of those that are outputs as the schedule governs them, and their slots.
+        own: Numbers of those that belong to its tape, and what they are.
+        others: Numbers and places of the others that a reference does not hold just as autograd would: parts of
+            outputs, and what lives outside though the operation makes it.
     """
 
     every: tuple[Place, ...]
-    changed: tuple[tuple[int, Place], ...]
+    whole: tuple[tuple[int, int], ...]
+    own: tuple[tuple[int, TapeRef], ...]
+    others: tuple[tuple[int, Place], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,7 @@ class Step:
         is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
         is_attended: Whether the executor must know of the beginning and the end of a first run.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
+        is_attended_again: Whether more is wanted of a recomputation than its outputs, see `Attended`.
         is_conditional: Whether a recomputation must look at what it reads from outside.
         may_keep: Whether its backward may read inputs that it did not save.
     """
@@ -136,6 +144,7 @@ class Step:
     is_plain: bool
     is_attended: bool
     is_plain_again: bool
+    is_attended_again: bool
     is_conditional: bool
     may_keep: bool
 
@@ -223,6 +232,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again}
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = Counter(n for kind, n in schedule if kind == "F")
+    taped = _discarded_tapes(schedule)
     steps = tuple(
         _step(
             traced,
@@ -231,20 +241,19 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
             is_hooked=n in hooked,
             is_announced=n in announced,
             is_repeated=runs[n] > 1,
+            is_taped=n in taped,
         )
         for n in range(len(traced.operations))
     )
     stretches = Stretches(traced, slot_of)
-    taped = _discarded_tapes(schedule)
     again = {
-        n
-        for n, step in enumerate(steps)
-        if step.is_plain_again and n not in taped and not any(steps[m].is_output for m in step.producers)
+        n for n, step in enumerate(steps) if step.is_plain_again and not any(steps[m].is_output for m in step.producers)
     }
-    indifferent = indifferent_operations(traced, {n for n, count in runs.items() if count > 1}, again)
+    attended = frozenset(n for n in again if steps[n].is_attended_again)
+    indifferent = indifferent_operations(traced, {n for n, count in runs.items() if count > 1}, again, attended)
     gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
     before = tuple(
-        stretches.of_backward(instructions, again, lambda n: steps[n].external, hooked, indifferent)
+        stretches.of_backward(instructions, again, attended, lambda n: steps[n].external, hooked, indifferent)
         for instructions in gathered
     )
     return Program(
@@ -347,6 +356,7 @@ def _step(
     is_hooked: bool,
     is_announced: bool,
     is_repeated: bool,
+    is_taped: bool,
 ) -> Step:
     operation = traced.operations[n]
     own = [p for p in operation.parts if p not in operation.effects]
@@ -376,7 +386,8 @@ def _step(
         contexts,
         not (is_output or kept or effects or contexts),
         is_hooked or is_announced or operation.is_random,
-        not (is_output or operation.is_random or kept or contexts),
+        not (is_output or kept or contexts),
+        is_taped or operation.is_random,
         bool(external),
         any(map(may_keep_what_it_reads, operation.parts)),
     )

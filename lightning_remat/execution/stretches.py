@@ -24,7 +24,8 @@ class Again:
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
-        hooked: The operations of which the table must hold what else was saved.
+        attended: The operations of which more is wanted than their outputs, see `Attended`.
+        hooked: The others of which the table must hold what else was saved.
     """
 
     run: Stretch
@@ -32,6 +33,7 @@ class Again:
     instructions: tuple[Instruction, ...]
     reads: tuple[int, ...]
     external: tuple[int, ...]
+    attended: frozenset[int]
     hooked: frozenset[int]
 
 
@@ -66,8 +68,9 @@ class Stretches:
         self,
         before: Iterable[Instruction],
         plain: Collection[int],
+        attended: frozenset[int],
         external: Callable[[int], Iterable[int]],
-        hooked: Collection[int],
+        hooked: frozenset[int],
         indifferent: frozenset[int],
     ) -> tuple[Again | Instruction, ...]:
         """The instructions before a backward.
@@ -75,6 +78,7 @@ class Stretches:
         Args:
             before: The instructions, one by one.
             plain: The operations whose recomputations are nothing but their calls.
+            attended: Those of them whose beginning and end the executor must know.
             external: The slots of what an operation reads from outside.
             hooked: The operations of which autograd gets references.
             indifferent: Those whose recomputations need no gradients, see `indifferent_operations`.
@@ -87,16 +91,19 @@ class Stretches:
                 made = {p for n in again for p in self.traced.operations[n].outputs}
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
                 reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
+                watched = attended.intersection(again)
+                can_be_unrecorded = indifferent.issuperset(again)
                 found.append(
                     Again(
-                        self._compiled(instructions, is_first=False),
-                        self._compiled(instructions, is_first=False, is_recorded=False)
-                        if indifferent.issuperset(again)
+                        self._compiled(instructions, is_first=False, attended=watched),
+                        self._compiled(instructions, is_first=False, attended=watched, is_recorded=False)
+                        if can_be_unrecorded
                         else None,
                         instructions,
                         tuple(set(reads) - {self.slot_of[p] for p in made}),
                         tuple({slot for n in again for slot in external(n)}),
-                        frozenset(again) & frozenset(hooked),
+                        watched,
+                        hooked.intersection(again) - watched,
                     )
                 )
             else:
@@ -125,15 +132,20 @@ class Stretches:
         return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, is_recorded=is_recorded)
 
 
-def indifferent_operations(traced: TracedModule, again: Collection[int], plain: Collection[int]) -> frozenset[int]:
+def indifferent_operations(
+    traced: TracedModule, again: Collection[int], plain: Collection[int], attended: frozenset[int]
+) -> frozenset[int]:
     """The operations whose recomputations need no gradients: they do not ask for them, nor does any that reads them.
+
+    An attended one sees to it that there are gradients while it runs, and that what it reads asks for them.
 
     Args:
         traced: The operations.
         again: Those that run again.
         plain: Those of them whose recomputations are nothing but their calls.
+        attended: Those of them whose beginning and end the executor must know.
     """
-    found = {n for n in plain if all(map(is_indifferent, traced.operations[n].parts))}
+    found = {n for n in plain if n in attended or all(map(is_indifferent, traced.operations[n].parts))}
     # Readers follow what they read.
     for n in sorted(again, reverse=True):
         if n not in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -145,6 +145,9 @@ def compile_stretch(
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
             body.append(f"del {', '.join(temporary)}")
+        if number is not None and not is_first:
+            body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
+            continue
         if is_recorded and not is_first:
             cut = writer.constant(leaf_of)
             body += [f"{t} = {cut}({t})" for t in (writer.locals[n] for n in outputs)]
@@ -152,6 +155,14 @@ def compile_stretch(
         body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in outputs if n in writer.tabled]
         body += [] if number is None else [f"attendant.end({number})"]
     return writer.function(body or ["pass"], "stretch")
+
+
+def _without_doubles(writer: _Writer, outputs: Sequence[fx.Node]) -> Iterable[str]:
+    """Puts what a recomputation made into the table, unless it is there and the recomputation was for its tape."""
+    if outputs:
+        cut, found = writer.constant(leaf_of), [(writer.slot_of[n], writer.locals.pop(n)) for n in outputs]
+        yield f"if v[{found[0][0]}] is None: {'; '.join(f'v[{slot}] = {cut}({t})' for slot, t in found)}"
+        yield f"del {', '.join(t for _, t in found)}"
 
 
 def _seen_by(operation: Operation) -> set[fx.Node]:

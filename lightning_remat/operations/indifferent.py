@@ -31,20 +31,8 @@ _METHODS = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "pow", "abs", "square", "exp", "log", "sqrt", "rsqrt", "sin", "cos"),
         *("sigmoid", "tanh", "relu", "softmax", "clamp", "mean", "sum", "mm", "bmm", "float", "half", "bfloat16"),
-        *(
-            "chunk",
-            "split",
-            "unbind",
-            "flatten",
-            "reshape",
-            "view",
-            "permute",
-            "transpose",
-            "t",
-            "unsqueeze",
-            "squeeze",
-        ),
-        *("expand", "contiguous"),
+        *("chunk", "split", "unbind", "flatten", "reshape", "view", "permute", "transpose", "t", "unsqueeze"),
+        *("squeeze", "expand", "contiguous"),
     }
 )
 
@@ -62,4 +50,13 @@ def is_indifferent(part: fx.Node) -> bool:
         return not (part.kwargs.get("inplace") or part.args[1:])
     if part.target is functional.linear:  # without a bias it is such a product
         return len(part.args) == 3 and isinstance(part.args[2], fx.Node)
+    if part.target is functional.dropout:
+        return is_idle_dropout(part)
     return part.op == "call_function" and part.target in _FUNCTIONS and "out" not in part.kwargs
+
+
+def is_idle_dropout(part: fx.Node) -> bool:
+    """Whether a call of dropout hands over what it gets."""
+    given = dict(zip(("p", "training", "inplace"), part.args[1:], strict=False)) | part.kwargs
+    is_idle = given.get("p", 0.5) == 0 or given.get("training", True) is False
+    return bool(is_idle) and not given.get("inplace", False)

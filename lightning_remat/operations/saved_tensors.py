@@ -51,6 +51,10 @@ class TapeRef:
         """Whether the tensor could have been saved in its place."""
         return tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.device == self.device
 
+    def resized(self, tensor: Tensor) -> TapeRef:
+        """That of a tensor saved in its place, whose sizes may be others than when it was learned."""
+        return self if self.is_like(tensor) else TapeRef(tensor.shape, tensor.dtype, tensor.device)
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalRef:

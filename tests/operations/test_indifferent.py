@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "layer_norm": lambda x, y: (x[:, None], (6,), y[0], y[1]),
     "group_norm": lambda x, y: (x.t()[None], 3, y[0], y[1]),
     "linear": lambda x, y: (x[:, None], y, y[:, 0]),
+    "dropout": lambda x, y: (x, 0.0),
 }
 
 
@@ -65,7 +66,11 @@ def pairs(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
 
 def listed() -> list[tuple[str, Any]]:
     """The names and the targets of fx nodes."""
-    lists = (indifferent._FUNCTIONS, {functional.relu, functional.silu, functional.linear}, indifferent._METHODS)
+    lists = (
+        indifferent._FUNCTIONS,
+        {functional.relu, functional.silu, functional.linear, functional.dropout},
+        indifferent._METHODS,
+    )
     found = [(f if isinstance(f, str) else f.__name__, f) for functions in lists for f in functions]
     return sorted(found, key=str)
 
@@ -114,6 +119,9 @@ def test_what_asks_for_gradients_is_not_listed() -> None:
         (functional.linear, (a, b, None), {}),
         (functional.relu, (a, True), {}),
         (functional.silu, (a,), {"inplace": True}),
+        (functional.dropout, (a,), {}),
+        (functional.dropout, (a, 0.5), {"training": True}),
+        (functional.dropout, (a, 0.0, True, True), {}),
         (torch.add, (a, b), {"out": a}),
         (functional.conv2d, (a, b), {}),
         (functional.scaled_dot_product_attention, (a, b, b), {}),

@@ -1,0 +1,110 @@
+"""Recomputations of which more is wanted than their outputs: their tapes, or the random numbers of their first runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from ..module_state.ambient import Recomputing
+from ..module_state.random_state import Draws
+from ..operations.saved_tensors import TapeRef, tensors_of
+
+
+class Recorded(Protocol):
+    """What an execution noted of first runs, by the numbers of operations; see there."""
+
+    values: list[Any]
+    differentiable: dict[int, tuple[int, ...]]
+    draws: dict[int, Draws]
+    taped: dict[int, list[tuple[int, TapeRef]]]
+    tapes: dict[int, dict[int, Tensor]]
+
+    @property
+    def saved(self) -> Mapping[int, Sequence[Any]]: ...
+
+    def name_of(self, n: int) -> str: ...
+
+
+class _Caught(list[Tensor]):
+    """What autograd saves, from where a backward within the recomputation reads it."""
+
+    def pack(self, tensor: Tensor) -> int:
+        """Its number."""
+        self.append(tensor)
+        return len(self) - 1
+
+
+class Attended:
+    """Is told when such a recomputation begins and when it has ended; as a context, one that fails leaves nothing.
+
+    It runs as its first run did, with gradients, whether others around it do or not.
+
+    Args:
+        recorded: Of the first runs.
+    """
+
+    __slots__ = ("_caught", "_hooks", "_is_caught", "_is_running", "_recorded", "_replayed", "_settings")
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded, self._caught, self._settings = recorded, _Caught(), Recomputing(None)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._caught.pack, self._caught.__getitem__)
+        self._is_running = self._is_caught = False
+        self._replayed: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._caught.clear()  # it holds the graph that holds the hook that holds it
+        if self._is_running:
+            self._stop(*error)
+
+    def begin(self, n: int, *, with_tape: bool = True) -> None:
+        """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
+        recorded = self._recorded
+        for slot in recorded.differentiable.get(n, ()):
+            for t in tensors_of((recorded.values[slot],)):
+                t.requires_grad_()  # others around it may have made it without gradients
+        self._settings.__enter__()
+        self._is_running = True
+        if (draws := recorded.draws.get(n)) is not None:
+            replayed = draws.replayed()
+            replayed.__enter__()
+            self._replayed = replayed
+        if with_tape and n in recorded.taped and n not in recorded.tapes:
+            self._hooks.__enter__()
+            self._is_caught = True
+
+    def end(self, n: int) -> None:
+        """It has run."""
+        is_caught = self._is_caught
+        self._stop(None, None, None)
+        if is_caught:
+            self._keep_tape(n)
+
+    def _stop(self, *error: Any) -> None:
+        replayed, is_caught = self._replayed, self._is_caught
+        self._is_running, self._is_caught, self._replayed = False, False, None
+        try:
+            if is_caught:
+                self._hooks.__exit__(*error)
+            if replayed is not None:
+                replayed.__exit__(*error)
+        finally:
+            self._settings.__exit__(*error)
+
+    def _keep_tape(self, n: int) -> None:
+        recorded, saved = self._recorded, self._caught
+        own, num_saved = recorded.taped[n], len(recorded.saved[n])
+        if len(saved) != num_saved or not all(source.is_like(saved[k]) for k, source in own):
+            raise RuntimeError(
+                f"{recorded.name_of(n)} saved other tensors for its backward in its recomputation than in its first "
+                f"run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it out of "
+                "the rewritten modules"
+            )
+        recorded.tapes[n] = {k: saved[k].detach() for k, _ in own}  # cut from the graph, which holds the inputs
+        saved.clear()
