@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import rewrite
+from rewriting import recomputing_copy, rewrite
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from training_steps import assert_equal_traces, traces
@@ -65,6 +65,21 @@ def test_repeated_blocks_are_compiled_once_and_compute_the_same() -> None:
     assert_equal_traces(traces(plain, [x, x.flip(0), x]), traces(ours, [x, x.flip(0), x]))
     assert counting.num_runs == 3 * given
     assert 0 < len(counting.graphs) < given
+
+
+def test_what_brings_a_tape_or_draws_stays_as_it_is() -> None:
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)]
+    plain, x, backend = nn.Sequential(*layers), torch.randn(16, 8), Counting()
+    ours = recomputing_copy(plain, x)
+    compile_stretches(ours, backend=backend)
+    torch.manual_seed(1)
+    expected = traces(plain, [x, x])
+    torch.manual_seed(1)
+    assert_equal_traces(expected, traces(ours, [x, x]))
+    assert backend.num_runs
+    compiled = {str(n.target) for graph in backend.graphs for n in graph.graph.nodes}
+    assert any("tanh" in name for name in compiled)
+    assert not any("dropout" in name or "layer_norm" in name for name in compiled)
 
 
 def test_other_sizes_and_copies_train_on() -> None:
