@@ -35,17 +35,33 @@ _ROUNDS = 25
 
 
 class RerunPrices(NamedTuple):
-    """Processor time of the launching thread, that of the operations themselves left out; see `Node`.
+    """Processor time of the launching thread, that of the operations themselves left out.
 
     Attributes:
-        rerun_price: Of one recomputation.
-        stretch_price: Of a stretch of them, beside that.
-        hook_price: Of an operation of whose saved values some are discarded.
+        run: Of one recomputation.
+        stretch: Of a stretch of them, beside that.
+        tape: Of one that brings its tape, or draws random numbers, beside that.
+        saved: Of each tensor that an operation saves of whose saved tensors some are discarded.
     """
 
-    rerun_price: float
-    stretch_price: float
-    hook_price: float
+    run: float
+    stretch: float
+    tape: float
+    saved: float
+
+    def put_on(self, graph: Graph) -> Graph:
+        """The graph with these prices."""
+        nodes = (
+            replace(
+                node,
+                rerun_price=self.run + (self.tape if node.is_random else 0.0),
+                stretch_price=self.stretch,
+                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape,
+                hook_price=self.saved * node.num_saved,
+            )
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=tuple(nodes))
 
 
 @cache
@@ -55,7 +71,7 @@ def rerun_prices() -> RerunPrices:
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
     recomputed alone, of which one operation saves the output, or several do, and with several blocks recomputed at
     once, with their norms, which have tapes, and without: what differs from the first, by how many runs, stretches,
-    hooks and tapes, tells the prices.
+    tapes and saved tensors, tells the prices.
     """
     values = [torch.ones(_WIDTH, _WIDTH, requires_grad=True)]
     values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
@@ -76,18 +92,16 @@ def rerun_prices() -> RerunPrices:
     # Of differences within a round, as whatever else the machine does comes and goes.
     more = [median(seconds[k] - seconds[0] for seconds in rounds) for k in range(1, len(programs))]
     own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
-    # A run that brings a tape costs more, which is found to be left out: where tapes are small, plans keep them.
-    tapes = [sum(bool(graph.nodes[n].tape_bytes) for n in runs) for runs in again[1:]]
-    counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules[1:]]
-    design = np.column_stack([counts, tapes])
-    prices: list[float] = cast(Any, optimize).nnls(design, np.array(more) - np.array(own))[0].tolist()
-    return RerunPrices(*prices[:-1])
+    counts = [[_count(graph, schedule, price) for price in range(len(RerunPrices._fields))] for schedule in schedules]
+    prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), np.array(more) - np.array(own))[0].tolist()
+    return RerunPrices(*prices)
 
 
-def _count(graph: Graph, schedule: Schedule, price: str) -> float:
+def _count(graph: Graph, schedule: Schedule, price: int) -> float:
     """How often a schedule pays a price."""
-    costs = dict.fromkeys((*fields_in("seconds", Node), *fields_in("price", Node)), 0.0) | {price: 1.0}
-    return simulate(replace(graph, nodes=tuple(replace(n, **costs) for n in graph.nodes)), schedule).recompute_seconds
+    free = dict.fromkeys(fields_in("seconds", Node), 0.0)
+    graph = replace(graph, nodes=tuple(replace(node, **free) for node in graph.nodes))
+    return simulate(RerunPrices(*(float(k == price) for k in range(4))).put_on(graph), schedule).recompute_seconds
 
 
 _NOTHING = nn.Identity()

@@ -48,5 +48,5 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     schedule = front.schedule(found or 0)
     if found is None:
         raise infeasible(graph, budget_bytes, schedule, planner="auto")
-    is_priced = any(node.stretch_price or node.hook_price for node in graph.nodes)
+    is_priced = any(node.stretch_price or node.tape_price or node.hook_price for node in graph.nodes)
     return with_tapes_kept(graph, schedule, budget_bytes) if is_priced else schedule

@@ -188,6 +188,7 @@ class _Profiler:
             gradient_bytes=logical_bytes(t for t in leaves if t.requires_grad),
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
+            num_saved=len(store.tensors),
         )
         del leaves, tape
         backward_seconds = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -36,8 +35,7 @@ def known_profile(traced: TracedModule, values: list[Any], options: dict[str, An
     if key not in of_graph:
         graph = make()
         if not any(isinstance(v, FakeTensor) for v in values):
-            prices = rerun_prices()._asdict()
-            graph = replace(graph, nodes=tuple(replace(node, **prices) for node in graph.nodes))
+            graph = rerun_prices().put_on(graph)
         of_graph[key] = graph
     return of_graph[key]
 

@@ -37,6 +37,7 @@ class Judge:
         self._plain_seconds = [s for n in graph.nodes for s in (n.forward_seconds, n.backward_seconds)]
         self._rerun_seconds = np.array([n.forward_seconds + n.rerun_price for n in graph.nodes], np.float64)
         self._hook_prices = np.array([n.hook_price for n in graph.nodes], np.float64)
+        self._tape_prices = np.array([n.tape_price for n in graph.nodes], np.float64)
         self._stretch_prices = np.array([n.stretch_price for n in graph.nodes], np.float64)
 
     def cost(self, schedule: Schedule) -> Cost:
@@ -52,6 +53,8 @@ class Judge:
         is_again[np.unique(runs, return_index=True)[1]] = False
         begins = is_again & ~np.concatenate([[False], is_again[:-1]])
         seconds: Any = [self._plain_seconds, self._rerun_seconds[nodes[is_again]], self._stretch_prices[nodes[begins]]]
+        if self._tape_prices.any():
+            seconds.append(np.repeat(self._tape_prices, _num_tapes(self._arrays, codes)))
         if self._hook_prices.any():
             seconds.append(self._hook_prices[_hooked(self._arrays, codes)])
         return Cost(peak_bytes, math.fsum(np.concatenate(seconds).tolist()))
@@ -109,6 +112,21 @@ def _peak(arrays: GraphArrays, levels: Ints, fixed_bytes: int, codes: Small) -> 
             if holders[released] == 0:
                 alive -= sizes[released]
     return int(peak)
+
+
+@njit
+def _num_tapes(arrays: GraphArrays, codes: Small) -> Ints:
+    """How many runs of each operation bring its tape, the first left out."""
+    count = len(arrays.root)
+    is_taped, found = np.zeros(count, np.bool_), np.where(arrays.tape_bytes > 0, -1, 0)
+    for at in range(len(codes)):
+        n, kind = codes[at] >> 2, codes[at] & 3
+        if kind == RUN and not is_taped[n] and arrays.tape_bytes[n] > 0:
+            is_taped[n] = True
+            found[n] += 1
+        elif kind == DISCARD_TAPE:
+            is_taped[n] = False
+    return found
 
 
 @njit

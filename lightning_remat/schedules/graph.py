@@ -43,6 +43,7 @@ class Node:
         backward_seconds: Time of its backward.
         rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call.
         stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it.
+        tape_price: Seconds that running it again costs beside them where that brings its tape.
         hook_price: Seconds that it costs beside them where something that its backward reads is discarded in between:
             hooks hand over what it saves.
         forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
@@ -56,6 +57,7 @@ class Node:
         shares_gradient: The inputs that receive (a view of) the output's gradient itself, in no memory of their
             own, as both sides of an addition do. None stands for what is viewed, which is right for a reshape.
         num_outputs: Tensors in the output; a tuple's gradient is held element by element, not summed.
+        num_saved: Tensors that autograd saves for its backward, wherever they belong.
         input_gradient_bytes: Bytes of gradients of the graph's inputs that appear with its backward, to stay.
         backward_release_bytes: By how much the peak of its backward is lower where its own output and tape are
             discarded right after it: several operations run as one let go of them on the way.
@@ -75,6 +77,7 @@ class Node:
     backward_seconds: float = field(default=0.0, metadata=_SECONDS)
     rerun_price: float = field(default=0.0, metadata=_PRICE)
     stretch_price: float = field(default=0.0, metadata=_PRICE)
+    tape_price: float = field(default=0.0, metadata=_PRICE)
     hook_price: float = field(default=0.0, metadata=_PRICE)
     forward_workspace_bytes: int = field(default=0, metadata=_BYTES)
     backward_workspace_bytes: int = field(default=0, metadata=_BYTES)
@@ -85,6 +88,7 @@ class Node:
     gradient_bytes: int | None = field(default=None, metadata=_BYTES)
     shares_gradient: tuple[int, ...] | None = None
     num_outputs: int = 1
+    num_saved: int = 0
     input_gradient_bytes: int = field(default=0, metadata=_BYTES)
     backward_release_bytes: int = field(default=0, metadata=_BYTES)
     backward_shared_bytes: int = field(default=0, metadata=_BYTES)
@@ -206,16 +210,16 @@ class Graph:
         """This graph with prices of single runs alone, for planners that know no others; itself where it has no others.
 
         A run again has that of the hooks of all that save its output, which is too much where they save others that
-        are discarded, too.
+        are discarded, too, and that of its tape.
         """
-        if not any(node.stretch_price or node.hook_price for node in self.nodes):
+        if not any(node.stretch_price or node.tape_price or node.hook_price for node in self.nodes):
             return self
-        prices = [node.rerun_price for node in self.nodes]
+        prices = [node.rerun_price + node.tape_price for node in self.nodes]
         for node in self.nodes:
             for i in node.saved:
                 prices[i] += node.hook_price
         nodes = (
-            replace(node, rerun_price=price, stretch_price=0.0, hook_price=0.0)
+            replace(node, rerun_price=price, stretch_price=0.0, tape_price=0.0, hook_price=0.0)
             for node, price in zip(self.nodes, prices, strict=True)
         )
         return replace(self, nodes=tuple(nodes))

@@ -160,12 +160,14 @@ class Replay(GradientMemory):
             if n in self.graph.outputs and n not in self.held_output and not self.is_done[n]:
                 self.held_output[n] = storage
                 self.holders[storage] += 1
-        if node.tape_bytes and not self.tape[n]:
+        brings_tape = bool(node.tape_bytes) and not self.tape[n]
+        if brings_tape:
             self.tape[n] = True
             self.alive += node.tape_bytes
         seconds = node.forward_seconds
         if self.has_run[n]:
             seconds += node.rerun_price + (0.0 if self.is_running_again else node.stretch_price)
+            seconds += node.tape_price if brings_tape else 0.0
             self.recompute_seconds.append(seconds)
         self.is_running_again = self.has_run[n]
         self.seconds.append(seconds)

@@ -19,23 +19,32 @@ def test_recomputations_and_their_stretches_cost_something() -> None:
 
 
 def test_a_plan_knows_them() -> None:
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, stretch, hook = rerun_prices()
+    run, stretch, tape, saved = rerun_prices()
+    assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "gelu": 1, "layer_norm": 5}
     seen: set[int] = set()
-    runs = stretches = 0
+    runs = stretches = tapes = 0
+    taped: set[int] = set()
     is_running_again = False
     for kind, n in plan.schedule:
         if kind in "FB":
             is_again = kind == "F" and n in seen
             runs, stretches = runs + is_again, stretches + (is_again and not is_running_again)
             is_running_again = is_again
+            if kind == "F" and plan.graph.nodes[n].tape_bytes:
+                tapes += is_again and n not in taped
+                taped.add(n)
             seen.add(n)
+        elif kind == "T":
+            taped.discard(n)
     own = sum(plan.graph.nodes[n].forward_seconds for n in _again(plan))
     (program,) = programs_in(module)
     assert stretches
     assert program.hooked
-    prices = runs * run + stretches * stretch + len(program.hooked) * hook
+    assert tapes
+    num_saved = sum(plan.graph.nodes[n].num_saved for n in program.hooked)
+    prices = runs * run + stretches * stretch + tapes * tape + num_saved * saved
     assert plan.simulation.recompute_seconds == pytest.approx(own + prices)
 
 

@@ -68,12 +68,13 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
 
 
 def priced(graph: Graph, rng: random.Random) -> Graph:
-    """Recomputations, stretches of them and hooks cost something beside their kernels."""
+    """Recomputations, stretches of them, tapes and hooks cost something beside their kernels."""
     nodes = (
         replace(
             n,
             rerun_price=rng.choice([0.0, 1.0]),
             stretch_price=rng.choice([0.0, 5.0]),
+            tape_price=rng.choice([0.0, 3.0]),
             hook_price=rng.choice([0.0, 2.0]),
         )
         for n in graph.nodes

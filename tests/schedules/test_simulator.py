@@ -52,6 +52,16 @@ def test_recomputations_have_their_prices_and_so_has_each_stretch_of_them() -> N
     assert twice.action_seconds[7:10] == (1.5, 0.0, 1.5)
 
 
+def test_a_tape_has_its_price_where_a_recomputation_brings_it() -> None:
+    nodes = tuple(replace(node, tape_bytes=8, tape_price=10.0**n) for n, node in enumerate(chain().nodes))
+    graph = replace(chain(), nodes=nodes)
+    kept = simulate(graph, Schedule.parse("F0 F1 D0 F2 B2 D2 T2 B1 D1 T1 F0 B0 D0 T0"))
+    assert kept.recompute_seconds == 1
+    brought = simulate(graph, Schedule.parse("F0 F1 D0 T0 F2 D1 T1 B2 D2 T2 F0 F1 B1 D1 T1 B0 D0 T0"))
+    assert brought.recompute_seconds == 2 + 1 + 10
+    assert brought.action_seconds[10:12] == (1 + 1, 1 + 10)
+
+
 def test_hooks_have_their_price_where_something_that_is_read_goes_in_between() -> None:
     graph = replace(chain(), nodes=tuple(replace(node, hook_price=10.0**n) for n, node in enumerate(chain().nodes)))
     assert [node.saved for node in graph.nodes] == [(0,), (1,), (2,)]
