@@ -209,17 +209,18 @@ class _Forward:
             if self.learns is not None:
                 self.program.learned[n] = places
         execution, values = self.execution, self.values
-        every, others = places.every, [*places.others]
+        changed: dict[int, Place] = {}
         for k, slot in places.whole:
             reference = references[k]
             if values[slot] is reference.held or _is_same(values[slot], reference.held):
                 reference.held = None
             else:
-                others.append((k, every[k]))
-        if others:
-            placed = {k: self._placed(references[k], place) for k, place in others}
-            every = tuple(placed.get(k, place) for k, place in enumerate(every))
-        execution.saved[n] = every
+                changed[k] = self._placed(reference, places.every[k])
+        for k, place in places.others:
+            if (found := self._placed(references[k], place)) is not place:
+                changed[k] = found
+        every = places.every
+        execution.saved[n] = tuple(changed.get(k, place) for k, place in enumerate(every)) if changed else every
         if places.own:
             # A tensor of the tape may be the very output, which holds the graph that holds the reference.
             execution.tapes[n] = {k: cast(Tensor, references[k].held).detach() for k, _ in places.own}
@@ -237,13 +238,13 @@ class _Forward:
         """Where a saved tensor belongs this time; the reference lets go of what the schedule governs."""
         tensor, source = cast(Tensor, reference.held), place.source
         if isinstance(source, OutputRef):
-            leaf = tensors_of([self.values[place.slot]])[place.leaf]
-            if storage_key(leaf) == storage_key(tensor):
+            value = self.values[place.slot]
+            if value is tensor or storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor):
                 reference.held = None
                 return self._resized(place, source, tensor)
-        # It is another one this time, or lives outside: held, whatever it costs, but not with the graph that holds it.
-        reference.held = tensor.detach()
-        return _OUTSIDE
+            place = _OUTSIDE  # it is another one this time: held, whatever it costs
+        reference.held = tensor.detach()  # what is held must not hold the graph that holds the reference
+        return place
 
     def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
         """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""
