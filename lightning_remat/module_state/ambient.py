@@ -17,6 +17,8 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_CPU = torch.device("cpu")
+_num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
 
@@ -27,10 +29,6 @@ def is_recomputing() -> bool:
     False
     """
     return _local.depth > 0
-
-
-_CPU = torch.device("cpu")
-_num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
 
 
 @dataclass(frozen=True, slots=True)
