@@ -51,11 +51,11 @@ def is_indifferent(part: fx.Node) -> bool:
     if part.target is functional.linear:  # without a bias it is such a product
         return len(part.args) == 3 and isinstance(part.args[2], fx.Node)
     if part.target is functional.dropout:
-        return is_idle_dropout(part)
+        return _is_idle_dropout(part)
     return part.op == "call_function" and part.target in _FUNCTIONS and "out" not in part.kwargs
 
 
-def is_idle_dropout(part: fx.Node) -> bool:
+def _is_idle_dropout(part: fx.Node) -> bool:
     """Whether a call of dropout hands over what it gets."""
     given = dict(zip(("p", "training", "inplace"), part.args[1:], strict=False)) | part.kwargs
     is_idle = given.get("p", 0.5) == 0 or given.get("training", True) is False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,13 +177,3 @@ def tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Geome
     """A tensor over an existing storage."""
     size, stride, offset = geometry
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-
-
-def caught_tensors(caught: list[Tensor]) -> AbstractContextManager[None]:
-    """Puts every tensor that autograd saves inside into the list, from where backwards inside read them."""
-
-    def pack(tensor: Tensor) -> int:
-        caught.append(tensor)
-        return len(caught) - 1
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, caught.__getitem__)
