@@ -144,7 +144,7 @@ def test_an_error_of_the_planned_step_alone_is_a_difference(monkeypatch: pytest.
     def fails(*_: object, **_options: object) -> None:
         raise RuntimeError("lost its way")
 
-    monkeypatch.setattr(executor.Execution, "run_again", fails)
+    monkeypatch.setattr(executor.Execution, "_follow", fails)
     difference = find_difference(module, lambda: step_outcome(module, (X,), {}))
     assert difference is not None
     assert difference.what == "course: RuntimeError: lost its way"
