@@ -307,10 +307,11 @@ class Execution:
             elif slot in self.output_versions:
                 self._check_output(producer)
         values = self._conditions(n, step) if step.is_conditional or n in self.copies else self.values
-        with ContextStack() as contexts, Attended(self) as attendant:
-            contexts.enter(step.contexts)
-            attendant.begin(n, with_tape=with_tape)
-            made = step.run_again(values)
+        with Attended(self) as attendant:
+            attendant.begin(n, with_tape=with_tape)  # with gradients, which one of the contexts may turn off
+            with ContextStack() as contexts:
+                contexts.enter(step.contexts)
+                made = step.run_again(values)
             attendant.end(n)
         if self.watch is not None:
             self.watch.ended(step.operation.name, list(made), is_first=False)

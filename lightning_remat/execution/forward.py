@@ -163,6 +163,8 @@ class _Forward:
         """What operation n saves and draws is noted from here on."""
         step = self.program.steps[n]
         self.packing.operation = n
+        if step.is_attended_again:
+            self._note_differentiable(n)  # before it runs: what it writes in place may need gradients afterwards
         if step.operation.is_random and not self.execution.kinds.is_fake:
             generators_in_use.acquire()
             try:
@@ -177,8 +179,6 @@ class _Forward:
     def end(self, n: int) -> None:
         """Operation n has run; its inputs and outputs are in the table."""
         references, step = self._stop(), self.program.steps[n]
-        if step.is_attended_again:
-            self._note_differentiable(n)
         if step.is_hooked:
             self._place(n, references)
         if step.is_announced and not references:

@@ -136,3 +136,17 @@ def test_what_is_kept_stays_out() -> None:
     (program,) = programs_in(ours)
     assert not any(part.attended for parts in program.before for part in parts if isinstance(part, Again))
     assert_equal_steps(plain, ours, [x, x])
+
+
+class Half(nn.Module):
+    """Divides by what is computed without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean(-1, keepdim=True) + 1
+        return torch.sigmoid(x / scale)
+
+
+def test_what_ran_without_gradients_runs_again_without() -> None:
+    plain, x = Between(Half()), torch.randn(4, 6)
+    assert_equal_steps(plain, recomputing_copy(plain, x), [x, x])
