@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..module_state.ambient import Recomputing
 from ..module_state.random_state import Draws
-from ..operations.saved_tensors import TapeRef, tensors_of
+from ..operations.saved_tensors import Likeness, likeness_of, tensors_of
 
 
 class Recorded(Protocol):
@@ -20,7 +20,7 @@ class Recorded(Protocol):
     values: list[Any]
     differentiable: dict[int, tuple[int, ...]]
     draws: dict[int, Draws]
-    taped: dict[int, list[tuple[int, TapeRef]]]
+    taped: dict[int, list[tuple[int, Likeness]]]
     tapes: dict[int, dict[int, Tensor]]
 
     @property
@@ -100,7 +100,7 @@ class Attended:
     def _keep_tape(self, n: int) -> None:
         recorded, saved = self._recorded, self._caught
         own, num_saved = recorded.taped[n], len(recorded.saved[n])
-        if len(saved) != num_saved or not all(source.is_like(saved[k]) for k, source in own):
+        if len(saved) != num_saved or not all(likeness_of(saved[k]) == likeness for k, likeness in own):
             raise RuntimeError(
                 f"{recorded.name_of(n)} saved other tensors for its backward in its recomputation than in its first "
                 f"run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it out of "

@@ -21,7 +21,16 @@ from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import Stretch, leaf_of
-from ..operations.saved_tensors import Geometry, OutputRef, TapeRef, geometry_of, rebuilt, tensor_in, tensors_of
+from ..operations.saved_tensors import (
+    Geometry,
+    Likeness,
+    OutputRef,
+    TapeRef,
+    geometry_of,
+    rebuilt,
+    tensor_in,
+    tensors_of,
+)
 from .attended import Attended
 from .instructions import Do, Instruction
 from .modified import modified
@@ -44,17 +53,15 @@ class Reference:
     """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once.
 
     Attributes:
-        execution: What finds the tensor.
         operation: The one whose backward it is saved for.
         number: Which of those that are saved for it.
         held: The tensor itself, while the operation runs, and from then on where no schedule governs it.
         version: Of the held one, when it was saved.
     """
 
-    execution: Execution
     operation: int
     number: int
-    held: Tensor | None
+    held: Any
     version: int
 
 
@@ -68,7 +75,7 @@ class Execution:
     """
 
     def __init__(self, program: Program, values: list[Any], watch: Watch | None = None) -> None:
-        self.program, self.watch, self.steps = program, watch, program.steps
+        self.program, self.watch, self.steps, self.place = program, watch, program.steps, program.place
         self.num_given = len(values)
         self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
         for slot, value in program.fetched:
@@ -82,7 +89,7 @@ class Execution:
         self.kinds = program.kinds[0]
         self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
-        self.taped: dict[int, list[tuple[int, TapeRef]]] = {}  # those of them that nothing else holds
+        self.taped: dict[int, list[tuple[int, Likeness]]] = {}  # those of them that nothing else holds
         self.differentiable: dict[int, tuple[int, ...]] = {}  # what `Attended` reads to which gradients flow
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}
@@ -102,27 +109,39 @@ class Execution:
 
         What is in the table is right whoever put it there, so that only what changes the table needs the lock.
         """
-        n = reference.operation
+        n, number = reference.operation, reference.number
         if self.running is not None:
-            return self._saved_meanwhile(reference)
-        if self.program.place[n] != self.position:
+            return self._saved_meanwhile(reference, self.running)
+        if self.place[n] != self.position:
             self.arrive(n)
         if (tensor := reference.held) is not None:
             if tensor._version != reference.version:
                 raise modified(f"a tensor of shape {tuple(tensor.shape)}", reference.version, tensor)
             return tensor
-        place = self.saved[n][reference.number]
-        if place.owner >= 0 and place.owner not in self.output_versions:
-            tensor = self.values[place.owner]
-            if tensor is not None:
-                if place.is_last:
-                    self.values[place.owner] = None
-                return rebuilt(tensor, cast(OutputRef, place.source).geometry)
-        elif place.owner == TAPE and (tensor := self.tapes.get(n, _NONE).pop(reference.number, None)) is not None:
+        place = self.saved[n][number]
+        owner = place.owner
+        if owner >= 0:
+            if owner not in self.output_versions and (value := self.values[owner]) is not None:
+                if place.is_alone:
+                    self.values[owner] = None
+                elif place.is_last:
+                    self._let_go(n, number, place)
+                tensor = value if place.part < 0 else value[place.part]
+                return tensor if place.is_whole else rebuilt(tensor, cast(OutputRef, place.source).geometry)
+        elif owner == TAPE and (tensor := self.tapes.get(n, _NONE).pop(number, None)) is not None:
             return tensor
         with self.lock:
             self.arrive(n)
-            return self._governed(n, reference.number, place)
+            return self._governed(n, number, place)
+
+    def _let_go(self, n: int, number: int, place: Place) -> None:
+        """After the last read of a value by a backward it lives only as long as this backward."""
+        if place.fellows:
+            self.read.add((n, number))
+            for fellow in place.fellows:
+                if (n, fellow) not in self.read:
+                    return
+        self.drop(cast(OutputRef, place.source).operation)
 
     def _governed(self, n: int, number: int, place: Place) -> Tensor:
         """A saved tensor that the schedule governs, read by the backward of `n`."""
@@ -133,22 +152,21 @@ class Execution:
         source = place.source
         if isinstance(source, OutputRef):
             tensor = self._output(source)
-            if place.is_only and not self.steps[n].may_keep:
-                if source.operation in self.program.released[n]:
-                    self.drop(source.operation)
-                return tensor
+            if place.is_last:
+                self._let_go(n, number, place)
         else:
             assert isinstance(source, TapeRef)
             tensor = self._own(n, number)
-        self._release(n, number, source, tensor)
+            del self.tapes[n][number]
+        if self.steps[n].may_keep:
+            self._note_released(n, number, tensor)
         return tensor
 
-    def _saved_meanwhile(self, reference: Reference) -> Tensor:
+    def _saved_meanwhile(self, reference: Reference, running: int) -> Tensor:
         """A saved tensor for which code asks that differentiates within its forward."""
-        assert self.running is not None
-        if reference.operation == self.running and reference.held is not None:
+        if reference.operation == running and reference.held is not None:
             return reference.held
-        names = [self.steps[n].operation.name for n in (self.running, reference.operation)]
+        names = [self.name_of(n) for n in (running, reference.operation)]
         raise RuntimeError(
             f"{names[0]} differentiates through {names[1]} within the forward, where nothing can be recomputed. "
             "Remedy: leave it out of the rewritten modules"
@@ -175,20 +193,6 @@ class Execution:
             self._check_output(source.operation)
         return leaf if source.geometry is None else rebuilt(leaf, source.geometry)
 
-    def _release(self, n: int, number: int, source: OutputRef | TapeRef, tensor: Tensor) -> None:
-        """After the last read of a value by a backward it lives only as long as this backward."""
-        self.read.add((n, number))
-        if self.steps[n].may_keep:
-            self._note_released(n, number, tensor)
-        if isinstance(source, TapeRef):
-            del self.tapes[n][number]
-        elif source.operation in self.program.released[n]:
-            for k, other in enumerate(self.saved[n]):
-                owner = other.source
-                if isinstance(owner, OutputRef) and owner.operation == source.operation and (n, k) not in self.read:
-                    return
-            self.drop(source.operation)
-
     def _note_released(self, n: int, number: int, tensor: Tensor) -> None:
         if tensor.layout is torch.strided:
             self.released[n, number] = weakref.ref(tensor.untyped_storage()), tensor.dtype, geometry_of(tensor)
@@ -196,7 +200,7 @@ class Execution:
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
         with self.lock:
-            if (target := self.program.place[n]) != self.position:
+            if (target := self.place[n]) != self.position:
                 self._advance(target)
 
     def _advance(self, target: int) -> None:
@@ -364,8 +368,3 @@ def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) ->
     execution = reference()
     if execution is not None:  # else no backward of it reads anything any more
         execution.arrive(n)
-
-
-def unpack_reference(reference: Reference) -> Tensor:
-    """The tensor in whose place autograd holds the reference."""
-    return reference.execution.unpack(reference)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,8 +20,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..module_state.random_state import Draws, drawn_from, generators_in_use
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import leaf_of
-from ..operations.saved_tensors import ExternalRef, OutputRef, geometry_of, storage_key, tensors_of
-from .executor import Execution, Reference, Watch, arrive_before, unpack_reference
+from ..operations.saved_tensors import (
+    ExternalRef,
+    Likeness,
+    OutputRef,
+    geometry_of,
+    likeness_of,
+    storage_key,
+    tensors_of,
+)
+from .executor import Execution, Reference, Watch, arrive_before
 from .instructions import Do
 from .learning import Learning
 from .program import Place, Program, SlotOf
@@ -48,14 +57,14 @@ class _Packing:
         references: Of what it has saved.
     """
 
-    def __init__(self, execution: Execution) -> None:
-        self.execution, self.operation = execution, -1
+    def __init__(self) -> None:
+        self.operation = -1
         self.references: list[Reference] = []
 
     def pack(self, tensor: Tensor) -> Reference:
         """The reference in place of the tensor."""
         references = self.references
-        reference = Reference(self.execution, self.operation, len(references), tensor, tensor._version)
+        reference = Reference(self.operation, len(references), tensor, tensor._version)
         references.append(reference)
         return reference
 
@@ -66,8 +75,8 @@ class _Forward:
     def __init__(self, execution: Execution) -> None:
         self.execution, self.program, self.values = execution, execution.program, execution.values
         is_known = len(self.program.learned) == len(self.program.hooked)
-        self.packing = _Packing(execution)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, unpack_reference)
+        self.packing = _Packing()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, execution.unpack)
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
@@ -201,62 +210,64 @@ class _Forward:
         return references
 
     def _place(self, n: int, references: list[Reference]) -> None:
-        """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own."""
+        """Notes where the tensors belong that autograd saved of operation n, and keeps those of its own.
+
+        The references let go of what the schedule governs, and of the graph that holds them.
+        """
+        execution, values = self.execution, self.values
         places = self.program.learned.get(n)
         if places is None or len(places.every) != len(references):
-            learns = self.learns or Learning(self.program, self.values, self.execution.num_given)
-            places = learns.places(n, [cast(Tensor, r.held) for r in references])
+            learns = self.learns or Learning(self.program, values, execution.num_given)
+            places = learns.places(n, [r.held for r in references])
             if self.learns is not None:
                 self.program.learned[n] = places
-        execution, values = self.execution, self.values
-        changed: dict[int, Place] = {}
-        for k, slot in places.whole:
+        every, changed = places.every, None
+        for k, slot, part in places.whole:
             reference = references[k]
-            if values[slot] is reference.held or _is_same(values[slot], reference.held):
+            if _is_same(values[slot] if part < 0 else values[slot][part], reference.held):
                 reference.held = None
             else:
-                changed[k] = self._placed(reference, places.every[k])
-        for k, place in places.others:
-            if (found := self._placed(references[k], place)) is not place:
-                changed[k] = found
-        every = places.every
-        execution.saved[n] = tuple(changed.get(k, place) for k, place in enumerate(every)) if changed else every
+                changed = self._changed(reference, changed or every)
+        for k in places.parts:
+            reference = references[k]
+            if _is_part(values[every[k].slot], reference.held, every[k]):
+                reference.held = None
+            else:
+                changed = self._changed(reference, changed or every)
+        execution.saved[n] = changed or every
         if places.own:
-            # A tensor of the tape may be the very output, which holds the graph that holds the reference.
-            execution.tapes[n] = {k: cast(Tensor, references[k].held).detach() for k, _ in places.own}
-            execution.taped[n] = [(k, source.resized(cast(Tensor, references[k].held))) for k, source in places.own]
-            for k, _ in places.own:
+            tape: dict[int, Tensor] = {}
+            taped: list[tuple[int, Likeness]] = []
+            for k in places.own:
+                tensor = references[k].held
                 references[k].held = None
+                tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
+                taped.append((k, likeness_of(tensor)))
+            execution.tapes[n], execution.taped[n] = tape, taped
             if n not in execution.differentiable:
                 self._note_differentiable(n)
+        for k in places.made:
+            references[k].held = references[k].held.detach()
 
     def _note_differentiable(self, n: int) -> None:
         found = [slot for slot in self.program.steps[n].inputs if _needs_gradient(self.values[slot])]
         self.execution.differentiable[n] = tuple(found)
 
-    def _placed(self, reference: Reference, place: Place) -> Place:
-        """Where a saved tensor belongs this time; the reference lets go of what the schedule governs."""
-        tensor, source = cast(Tensor, reference.held), place.source
-        if isinstance(source, OutputRef):
-            value = self.values[place.slot]
-            if value is tensor or storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor):
-                reference.held = None
-                return self._resized(place, source, tensor)
-            place = _OUTSIDE  # it is another one this time: held, whatever it costs
-        reference.held = tensor.detach()  # what is held must not hold the graph that holds the reference
-        return place
-
-    def _resized(self, place: Place, source: OutputRef, tensor: Tensor) -> Place:
-        """The place of a saved tensor whose sizes may be others than when it was learned: a smaller batch, say."""
+    def _changed(self, reference: Reference, places: tuple[Place, ...]) -> tuple[Place, ...]:
+        """The places, if a saved tensor belongs elsewhere this time, or has other sizes: of a smaller batch, say."""
+        k, tensor = reference.number, reference.held
+        place, source = places[k], cast(OutputRef, places[k].source)
+        if storage_key(tensors_of([self.values[place.slot]])[place.leaf]) != storage_key(tensor):
+            reference.held = tensor.detach()  # it is another one this time: held, whatever it costs
+            return *places[:k], _OUTSIDE, *places[k + 1 :]
+        reference.held = None
         geometry = None if tensor.layout is not torch.strided else geometry_of(tensor)
-        if geometry is not None and geometry == source.geometry:
-            return place
         owner = tensors_of(self.values[slot] for slot in self.program.steps[source.operation].outputs)
         if source.leaf < len(owner) and geometry == geometry_of(owner[source.leaf]):
             geometry = None
-        if geometry == source.geometry:
-            return place
-        return Place(OutputRef(source.operation, source.leaf, geometry), place.slot, place.leaf)
+        source = OutputRef(source.operation, source.leaf, geometry)
+        moved = replace(place, source=source, is_whole=geometry is None)
+        return *places[:k], moved, *places[k + 1 :]
 
     def _wake(self, n: int, outputs: Iterable[Any]) -> None:
         """Notes that operation n returned the outputs; several may return one tensor, as casts that change nothing do.
@@ -316,9 +327,19 @@ def _needs_gradient(value: Any) -> bool:
     return value.requires_grad if isinstance(value, Tensor) else any(t.requires_grad for t in tensors_of([value]))
 
 
-def _is_same(a: Any, b: Tensor | None) -> bool:
-    """Whether it is told at a glance that both are tensors of the same memory, other than by being one."""
+def _is_same(a: Any, b: Tensor) -> bool:
+    """Whether it is told at a glance that both are tensors of the same memory."""
+    if a is b:
+        return True
     if type(a) is not Tensor or type(b) is not Tensor or not a.layout is b.layout is torch.strided:
         return False
     where = a.data_ptr()
     return where == b.data_ptr() != 0 and a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:
+    """Whether it is told at a glance that the tensor lives in the value, as it did when that was learned."""
+    geometry = cast(OutputRef, place.source).geometry
+    if geometry is None or tensor.layout is not torch.strided or geometry_of(tensor) != geometry:
+        return False
+    return storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)

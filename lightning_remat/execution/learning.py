@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections import defaultdict
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -48,33 +48,50 @@ class Learning:
         owners = storage_owners(self.program.traced.operations, self.leaves, n)
         found: list[Place] = []
         sources = classify(saved, owners, self.external)
-        saved_of = Counter(source.operation for source in sources if isinstance(source, OutputRef))
-        for tensor, source in zip(saved, sources, strict=True):
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for k, source in enumerate(sources):
+            if isinstance(source, OutputRef) and storage_key(saved[k]) in witnesses:
+                numbers[source.operation].append(k)
+        whole: list[tuple[int, int, int]] = []
+        parts: list[int] = []
+        for k, (tensor, source) in enumerate(zip(saved, sources, strict=True)):
             witness = witnesses.get(storage_key(tensor))
             if isinstance(source, OutputRef) and witness is not None:
-                owner = self.program.steps[source.operation]
-                is_whole = source.geometry is None and (owner.outputs, source.leaf) == ((witness[0],), witness[1])
-                is_only = saved_of[source.operation] == 1
-                is_simple = is_only and len(owner.outputs) == 1 and not step.may_keep
-                is_simple &= isinstance(self.values[owner.outputs[0]], Tensor)
-                slot = owner.outputs[0] if is_simple else ELSEWHERE
+                slot, part = self._home(source)
+                if source.geometry is None and slot >= 0:
+                    whole.append((k, slot, part))
+                else:
+                    parts.append(k)
                 is_last = source.operation in self.program.released[n]
-                found.append(Place(source, *witness, is_whole, is_only, slot, is_last))
+                fellows = tuple(m for m in numbers[source.operation] if m != k)
+                owner = ELSEWHERE if step.may_keep else slot
+                is_alone = is_last and not fellows and len(self.program.steps[source.operation].outputs) == 1
+                is_whole = source.geometry is None
+                found.append(Place(source, *witness, owner, part, is_whole, is_last, is_alone, fellows))
             elif isinstance(source, ExternalRef):
                 found.append(Place(source))
             else:  # where nothing that it sees lives in that storage, the tensor is its own
-                own = TapeRef(tensor.shape, tensor.dtype, tensor.device)
-                found.append(Place(own, owner=ELSEWHERE if step.may_keep else TAPE))
+                found.append(Place(TapeRef(), owner=ELSEWHERE if step.may_keep else TAPE))
+        own = tuple(k for k, place in enumerate(found) if isinstance(place.source, TapeRef))
         made = {storage_key(t) for t in tensors_of(self.values[slot] for slot in step.outputs)}
-        numbered = list(enumerate(found))
+        outside = (k for k, place in enumerate(found) if isinstance(place.source, ExternalRef))
         return Places(
-            tuple(found),
-            tuple((k, place.slot) for k, place in numbered if place.is_whole),
-            tuple((k, place.source) for k, place in numbered if isinstance(place.source, TapeRef)),
-            tuple(
-                (k, place)
-                for k, place in numbered
-                if (isinstance(place.source, OutputRef) and not place.is_whole)
-                or (isinstance(place.source, ExternalRef) and storage_key(saved[k]) in made)
-            ),
+            tuple(found), tuple(whole), tuple(parts), own, tuple(k for k in outside if storage_key(saved[k]) in made)
         )
+
+    def _home(self, source: OutputRef) -> tuple[int, int]:
+        """Where an output tensor is to be found, see `Place`; `ELSEWHERE` for one that lies deeper."""
+        leaf = source.leaf
+        for slot in self.program.steps[source.operation].outputs:
+            value = self.values[slot]
+            if isinstance(value, Tensor):
+                if not leaf:
+                    return slot, -1
+                leaf -= 1
+            elif isinstance(value, (tuple, list)) and all(isinstance(t, Tensor) for t in cast("list[Any]", value)):
+                if leaf < len(cast("list[Any]", value)):
+                    return slot, leaf
+                leaf -= len(cast("list[Any]", value))
+            else:
+                break
+        return ELSEWHERE, -1

@@ -24,7 +24,7 @@ from ..operations.evaluation import (
 )
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import Operation, TracedModule
-from ..operations.saved_tensors import Source, TapeRef
+from ..operations.saved_tensors import Source
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -42,20 +42,23 @@ class Place:
         source: Its owner.
         slot: For a tensor in an output's storage, a value that the operation reads or makes in the same storage.
         leaf: Which tensor of that value.
-        is_whole: Whether that tensor is the output itself, and the saved one the same.
-        is_only: Whether its operation has saved no other one that lives in the same output.
-        owner: Where to read it, if nothing but that is to be done: the slot of an output, where its owner makes one
-            tensor, `TAPE`, or else `ELSEWHERE`.
-        is_last: Whether nothing reads that after this.
+        owner: Where to read it, if nothing but that is to be done: the slot of an output, `TAPE`, or else `ELSEWHERE`.
+        part: Which item of the owner's value, where that is a tuple of tensors; -1 where it is a tensor.
+        is_whole: Whether it is that tensor, and no part of it.
+        is_last: Whether no later backward reads what its owner makes.
+        is_alone: Whether, then, the owner makes nothing else, and the operation has saved nothing else of it.
+        fellows: The numbers of the others that the operation has saved of what its owner makes.
     """
 
     source: Source
     slot: int = -1
     leaf: int = 0
-    is_whole: bool = False
-    is_only: bool = False
     owner: int = ELSEWHERE
+    part: int = -1
+    is_whole: bool = False
     is_last: bool = False
+    is_alone: bool = False
+    fellows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,17 @@ class Places:
 
     Attributes:
         every: The places, in the order in which autograd saves.
-        whole: Numbers of those that are outputs as the schedule governs them, and their slots.
-        own: Numbers of those that belong to its tape, and what they are.
-        others: Numbers and places of the others that a reference does not hold just as autograd would: parts of
-            outputs, and what lives outside though the operation makes it.
+        whole: Numbers of those that are outputs themselves, where to find these, and which item each is, see `Place`.
+        parts: Numbers of the others that live in outputs.
+        own: Numbers of those that belong to its tape.
+        made: Numbers of those that live outside though the operation makes them, and hold the graph.
     """
 
     every: tuple[Place, ...]
-    whole: tuple[tuple[int, int], ...]
-    own: tuple[tuple[int, TapeRef], ...]
-    others: tuple[tuple[int, Place], ...]
+    whole: tuple[tuple[int, int, int], ...]
+    parts: tuple[int, ...]
+    own: tuple[int, ...]
+    made: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..measure.meter import tensor_storage
 from .operation import Operation
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
+Likeness = tuple[torch.Size, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +35,7 @@ class OutputRef:
 
 @dataclass(frozen=True, slots=True)
 class TapeRef:
-    """A tensor saved for this backward alone; a recomputation must save its like at the same place.
-
-    Attributes:
-        shape: Its size.
-        dtype: Its type.
-        device: Where it lives.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def is_like(self, tensor: Tensor) -> bool:
-        """Whether the tensor could have been saved in its place."""
-        return tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.device == self.device
-
-    def resized(self, tensor: Tensor) -> TapeRef:
-        """That of a tensor saved in its place, whose sizes may be others than when it was learned."""
-        return self if self.is_like(tensor) else TapeRef(tensor.shape, tensor.dtype, tensor.device)
+    """A tensor saved for this backward alone; a recomputation must save its like at the same place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +57,19 @@ def geometry_of(tensor: Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
+def likeness_of(tensor: Tensor) -> Likeness:
+    """What a tensor that a recomputation saves shares with the one that it stands for."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among values, which may be nested, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
+        elif type(value) is tuple or type(value) is list:
+            found += tensors_of(cast("Iterable[Any]", value))
         elif value is not None:
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
@@ -156,7 +146,7 @@ def classify(
         if key in external:
             sources.append(ExternalRef())
         elif owner is None or owner[2].dtype != tensor.dtype or owner[2].is_lazy or tensor.is_conj() or tensor.is_neg():
-            sources.append(TapeRef(tensor.shape, tensor.dtype, tensor.device))
+            sources.append(TapeRef())
         else:
             geometry = geometry_of(tensor)
             sources.append(OutputRef(owner[0], owner[1], None if geometry == owner[2].geometry else geometry))

@@ -82,6 +82,9 @@ NETWORKS = {
     "LSTM of elementary operations, 2 layers of 8, 16 steps": Network(
         lambda: LSTM(20, 8, 8, num_layers=2, num_steps=16, cell="elementary"), lambda: torch.randint(20, (64, 16))
     ),
+    "LSTM of nn.LSTMCell, 2 layers of 8, 16 steps": Network(
+        lambda: LSTM(20, 8, 8, num_layers=2, num_steps=16), lambda: torch.randint(20, (64, 16))
+    ),
     "timm ViT, 12 blocks of width 16": Network(
         lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=16, depth=12, num_heads=2, num_classes=10),
         lambda: torch.randn(8, 3, 16, 16),
