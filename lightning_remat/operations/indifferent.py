@@ -24,6 +24,7 @@ _FUNCTIONS = frozenset[Any](
         *(torch.cat, torch.stack, torch.chunk, torch.split, torch.unbind, torch.flatten, torch.reshape),
         *(torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze),
         *(functional.gelu, functional.softmax, functional.layer_norm, functional.group_norm),
+        *(torch.zeros, torch.ones, torch.full, torch.arange, torch.zeros_like, torch.ones_like, torch.full_like),
     }
 )
 
@@ -32,7 +33,7 @@ _METHODS = frozenset(
         *("add", "sub", "mul", "div", "neg", "pow", "abs", "square", "exp", "log", "sqrt", "rsqrt", "sin", "cos"),
         *("sigmoid", "tanh", "relu", "softmax", "clamp", "mean", "sum", "mm", "bmm", "float", "half", "bfloat16"),
         *("chunk", "split", "unbind", "flatten", "reshape", "view", "permute", "transpose", "t", "unsqueeze"),
-        *("squeeze", "expand", "contiguous"),
+        *("squeeze", "expand", "contiguous", "new_zeros", "new_ones", "new_full"),
     }
 )
 
@@ -52,6 +53,8 @@ def is_indifferent(part: fx.Node) -> bool:
         return len(part.args) == 3 and isinstance(part.args[2], fx.Node)
     if part.target is functional.dropout:
         return _is_idle_dropout(part)
+    if part.target is functional.embedding:  # with a largest norm it writes the weight
+        return "max_norm" not in part.kwargs and part.args[3:4] in ((), (None,))
     return part.op == "call_function" and part.target in _FUNCTIONS and "out" not in part.kwargs
 
 

@@ -37,6 +37,14 @@ EXAMPLES: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "group_norm": lambda x, y: (x.t()[None], 3, y[0], y[1]),
     "linear": lambda x, y: (x[:, None], y, y[:, 0]),
     "dropout": lambda x, y: (x, 0.0),
+    "embedding": lambda x, y: (torch.tensor([[0, 3], [2, 2]]), x),
+    **dict.fromkeys(["zeros", "ones"], lambda x, y: (x.shape,)),
+    **dict.fromkeys(["new_zeros", "new_ones"], lambda x, y: (x, (2, 3))),
+    **dict.fromkeys(["zeros_like", "ones_like"], lambda x, y: (x,)),
+    "full": lambda x, y: (x.shape, 2.5),
+    "new_full": lambda x, y: (x, (2, 3), 2.5),
+    "full_like": lambda x, y: (x, 2.5),
+    "arange": lambda x, y: (7,),
 }
 
 
@@ -68,7 +76,7 @@ def listed() -> list[tuple[str, Any]]:
     """The names and the targets of fx nodes."""
     lists = (
         indifferent._FUNCTIONS,
-        {functional.relu, functional.silu, functional.linear, functional.dropout},
+        {functional.relu, functional.silu, functional.linear, functional.dropout, functional.embedding},
         indifferent._METHODS,
     )
     found = [(f if isinstance(f, str) else f.__name__, f) for functions in lists for f in functions]
@@ -123,6 +131,8 @@ def test_what_asks_for_gradients_is_not_listed() -> None:
         (functional.dropout, (a, 0.5), {"training": True}),
         (functional.dropout, (a, 0.0, True, True), {}),
         (torch.add, (a, b), {"out": a}),
+        (functional.embedding, (a, b, None, 1.0), {}),
+        (functional.embedding, (a, b), {"max_norm": 1.0}),
         (functional.conv2d, (a, b), {}),
         (functional.scaled_dot_product_attention, (a, b, b), {}),
     ]:
