@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from untimed_planner import untimed
 
+from lightning_remat.execution.learning import Learning
+from lightning_remat.execution.program import Places
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.measure.device_memory import DeviceMemory
-from lightning_remat.operations.saved_tensors import TapeRef
 from lightning_remat.trainer import step_check
 from lightning_remat.trainer.lightning_step import LightningTrial
 
@@ -191,8 +192,18 @@ def test_where_no_slice_serves_the_whole_batch_is_compared(tmp_path: Path, facto
 
 
 @pytest.mark.parametrize("factory", [Watching, Specialized])
-def test_nothing_is_captured_or_learnt_that_training_would_not_have(tmp_path: Path, factory: type[Watching]) -> None:
+def test_nothing_is_captured_or_learnt_that_training_would_not_have(
+    tmp_path: Path, factory: type[Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[Any] = []
+    learnt: list[tuple[Places, set[int]]] = []  # of which sizes
+    places = Learning.places
+
+    def noted(learning: Learning, n: int, saved: list[Tensor]) -> Places:
+        learnt.append((places(learning, n, saved), {len(t) for t in saved}))
+        return learnt[-1][0]
+
+    monkeypatch.setattr(Learning, "places", noted)
     for self_check in (False, True, True):  # the last one has the plan of the one before, which is not tried again
         folder = tmp_path / str(self_check)
         callback, module = remat(self_check=self_check, plan_path=folder, planner=untimed), factory()
@@ -201,10 +212,8 @@ def test_nothing_is_captured_or_learnt_that_training_would_not_have(tmp_path: Pa
 
         def note(optimizer: Any, seen: list[Any] = seen, module: nn.Module = module) -> None:
             del optimizer
-            places = [
-                place for program in programs_in(module) for own in program.learned.values() for place in own.every
-            ]
-            sizes = {place.source.shape[0] for place in places if isinstance(place.source, TapeRef)}
+            known = [own for program in programs_in(module) for own in program.learned.values()]
+            sizes = {size for own, sizes in learnt if any(own is other for other in known) for size in sizes}
             seen.append((dict(counters["stats"]), len(programs_in(module)), sizes))
 
         module.on_before_zero_grad = note
