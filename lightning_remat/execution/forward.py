@@ -235,19 +235,27 @@ class _Forward:
             else:
                 changed = self._changed(reference, changed or every)
         execution.saved[n] = changed or every
-        if places.own:
-            tape: dict[int, Tensor] = {}
-            taped: list[tuple[int, Likeness]] = []
-            for k in places.own:
-                tensor = references[k].held
-                references[k].held = None
-                tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
-                taped.append((k, likeness_of(tensor)))
-            execution.tapes[n], execution.taped[n] = tape, taped
-            if n not in execution.differentiable:
-                self._note_differentiable(n)
-        for k in places.made:
-            references[k].held = references[k].held.detach()
+        if places.own and self.program.steps[n].is_taped:
+            self._tape(n, references, places.own)
+            made = places.made
+        else:
+            made = *places.own, *places.made
+        for k in made:
+            if (tensor := references[k].held).requires_grad:
+                references[k].held = tensor.detach()
+
+    def _tape(self, n: int, references: list[Reference], own: Iterable[int]) -> None:
+        """Puts the tape of an operation, which is to be discarded, into the execution's keeping."""
+        tape: dict[int, Tensor] = {}
+        taped: list[tuple[int, Likeness]] = []
+        for k in own:
+            tensor = references[k].held
+            references[k].held = None
+            tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
+            taped.append((k, likeness_of(tensor)))
+        self.execution.tapes[n], self.execution.taped[n] = tape, taped
+        if n not in self.execution.differentiable:
+            self._note_differentiable(n)
 
     def _note_differentiable(self, n: int) -> None:
         found = [slot for slot in self.program.steps[n].inputs if _needs_gradient(self.values[slot])]

@@ -122,6 +122,7 @@ class Step:
         is_announced: Whether its backward must tell that it begins, though it may ask for nothing.
         is_output: Whether the caller gets what it makes.
         is_repeated: Whether the schedule runs it more than once.
+        is_taped: Whether its tape is discarded before its backward: else the references hold that.
         contexts: Those in which all of it was recorded.
         is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
         is_attended: Whether the executor must know of the beginning and the end of a first run.
@@ -144,6 +145,7 @@ class Step:
     is_announced: bool
     is_output: bool
     is_repeated: bool
+    is_taped: bool
     contexts: tuple[Context, ...]
     is_plain: bool
     is_attended: bool
@@ -387,6 +389,7 @@ def _step(
         is_announced,
         is_output,
         is_repeated,
+        is_taped,
         contexts,
         not (is_output or kept or effects or contexts),
         is_hooked or is_announced or operation.is_random,

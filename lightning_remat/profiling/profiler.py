@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import statistics
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +18,6 @@ from ..devices import HOST, device_of
 from ..measure.allocated_growth import Peak, can_listen
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
-from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
@@ -34,6 +30,7 @@ from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
+from .timing import Timing
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +120,7 @@ def profile_call(
         nodes = [profiler.measure(n) for n in range(len(traced.operations))]
         nodes = profiler.owners.settled(nodes)
         if fake is None:
-            nodes = profiler.timed(nodes, repeats)
+            nodes = Timing(runs, nodes, device, profiler.probe).timed(repeats)
     return Graph(
         nodes,
         input_bytes=storage_bytes(given),
@@ -209,7 +206,7 @@ class _Profiler:
         targets = [t for t, _ in inner] + own
         producers = [p for _, p in inner]
         has_several = has_several_backwards(tensors_of(values))
-        probe = self._probe(n, values, targets, leaves=own)
+        probe = self.probe(n, values, targets, leaves=own)
         counter = CostCounter(self.device)
         with self._growth() as growth, self._counted(counter):
             probe.run()
@@ -269,7 +266,7 @@ class _Profiler:
         """
         values, store = self.runs.run(n, inputs)
         leaves = self.runs.own_tensors(n)
-        probe = self._probe(n, values, targets, holds=holds, leaves=leaves, adding=adding)
+        probe = self.probe(n, values, targets, holds=holds, leaves=leaves, adding=adding)
         if not releases:
             with self._growth() as growth:
                 probe.run()
@@ -286,7 +283,8 @@ class _Profiler:
         del staying
         return growth.peak_bytes + probe.part_bytes
 
-    def _probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
+    def probe(self, n: int, values: list[Any], targets: list[Tensor], **how: Any) -> GradientProbe:
+        """The backward of operation n, to be run."""
         return GradientProbe(tensors_of(values), targets, strides=self.layouts.get(n, {}), **how)
 
     def _counted(self, counter: CostCounter) -> AbstractContextManager[object]:
@@ -295,62 +293,3 @@ class _Profiler:
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
         return measure_growth(self.metered_device, include, **self.counts)
-
-    def timed(self, nodes: tuple[Node, ...], repeats: int) -> tuple[Node, ...]:
-        """The nodes with the least seconds that each took in some passes over all of them.
-
-        Forwards and backwards have passes of their own: after one another they find the processor's caches cold.
-        """
-        forward = [math.inf] * len(nodes)
-        backward = [(math.inf, math.inf)] * len(nodes)
-        start = time.perf_counter()
-        for k in range(repeats):
-            if k and time.perf_counter() - start > _TIMING_SECONDS:
-                break
-            self.start_over()
-            forward = [min(known, self._time_forward(n)) for n, known in enumerate(forward)]
-            self.start_over()
-            backward = [tuple(map(min, known, self._time_backward(n))) for n, known in enumerate(backward)]
-        beside = statistics.median(empty for _, empty in backward) if nodes else 0.0
-        return tuple(
-            replace(node, forward_seconds=f, backward_seconds=max(0.0, b - beside))
-            for node, f, (b, _) in zip(nodes, forward, backward, strict=True)
-        )
-
-    def _time_forward(self, n: int) -> float:
-        watch = Stopwatch(self.device)
-        self.runs.keep(n, self.runs.run_timed(n, {}, watch))
-        return watch.seconds
-
-    def _time_backward(self, n: int) -> tuple[float, float]:
-        """Seconds of a backward of operation n, and of one of nothing there."""
-        inputs: dict[fx.Node, Any] = {}
-        watch, beside = Stopwatch(self.device), Stopwatch(self.device)
-        x = torch.zeros((), device=self.device, requires_grad=True)
-        nothing = _backward([x.view_as(x)], [x])
-        with beside:
-            nothing()
-        values = self.runs.run_timed(n, inputs, None)
-        outputs = [t for t in tensors_of(values) if t.grad_fn is not None]
-        targets = [t for t, _ in self.runs.made_tensors(inputs)] + self.runs.own_tensors(n)
-        if any(t._version for t in outputs):
-            # PyTorch refuses tensors that were changed in place, though no step may ask for this backward: by hooks.
-            values, store = self.runs.run(n, inputs)
-            backward = self._probe(n, values, targets).run
-            store.hand_over()
-        else:
-            backward = _backward(outputs, targets)
-        if outputs:
-            with watch:
-                backward()
-        self.runs.keep(n, values)
-        return watch.seconds, beside.seconds
-
-
-def _backward(outputs: list[Tensor], targets: list[Tensor]) -> Callable[[], object]:
-    """What runs the backward of some outputs, each with a gradient of its own."""
-    gradients = [torch.ones_like(t) for t in outputs]
-    return partial(torch.autograd.grad, outputs, targets, gradients, allow_unused=True)
-
-
-_TIMING_SECONDS = 10.0  # after which no further pass over the operations begins

@@ -90,6 +90,10 @@ class SingleRuns:
             if self._last_reader.get(node, -1) <= n and node not in pending:
                 del self._values[node]
 
+    def is_read_after(self, node: fx.Node, n: int) -> bool:
+        """Whether what follows operation n reads a value, as what is returned is read."""
+        return self._last_reader.get(node, -1) > n or self.traced.output_node in node.users
+
     def own_tensors(self, n: int) -> list[Tensor]:
         """Parameters and inputs of the region that operation n reads and that have gradients."""
         found = {id(v): v for i in self.operations[n].external if isinstance(v := self.given[i], Tensor)}

@@ -214,17 +214,18 @@ class Work(nn.Module):
 def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch, costs: tuple[float, ...]) -> tuple[list[float], int]:
     """Seconds of the nodes, and in how many passes they were measured."""
     monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr("lightning_remat.profiling.profiler.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("lightning_remat.profiling.timing.time", SimpleNamespace(perf_counter=clock))
     module = nn.Sequential(*(Work(seconds) for seconds in costs))
+    per_pass = 2  # of forwards, and of backwards
     CLOCKS.append(clock)
     x = torch.randn(3, requires_grad=True)
     traced = trace(module, x)
     clock.calls = 0
     one = profile(traced, x, repeats=1)
-    runs_of_bytes = clock.calls - 2 * len(one.nodes)  # a pass of forwards, and one of backwards
+    runs_of_bytes = clock.calls - per_pass * len(one.nodes)
     clock.calls = -runs_of_bytes  # the timed runs count from 0
     nodes = profile(traced, x).nodes
-    return [n.forward_seconds for n in nodes], clock.calls // (2 * len(nodes))
+    return [n.forward_seconds for n in nodes], clock.calls // (per_pass * len(nodes))
 
 
 def test_a_burst_of_other_work_does_not_change_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +240,49 @@ def test_slow_operations_are_timed_in_fewer_passes(monkeypatch: pytest.MonkeyPat
     seconds, passes = timed(Clock(range(0)), monkeypatch, (3.0, 0.5))
     assert seconds == pytest.approx([3.0, 0.5])
     assert passes == 2
+
+
+@torch.library.custom_op("remat_tests::cold", mutates_args=())
+def cold(x: Tensor) -> Tensor:
+    CLOCKS[-1].calls = 0
+    return x * 2
+
+
+@cold.register_fake
+def no_cold(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def warm(_ctx: object, gradient: Tensor) -> Tensor:
+    """Takes three microseconds where a forward has run just before, and one where another backward has."""
+    clock = CLOCKS[-1]
+    clock.now += 1e-6 if clock.calls else 3e-6
+    clock.calls += 1
+    return gradient * 2
+
+
+cold.register_autograd(warm)
+
+
+class Cold(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return cold(x)
+
+
+# Each holds 12 bytes, the first the gradient of the input beside.
+@pytest.mark.parametrize(
+    ("together_bytes", "expected"), [(2**24, [1.5] * 4), (36, [2.0] * 4), (24, [3.0, 2.0, 2.0, 3.0]), (0, [3.0] * 4)]
+)
+def test_backwards_that_hold_little_are_timed_as_they_follow_one_another(
+    together_bytes: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(range(0))
+    CLOCKS.append(clock)
+    monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("lightning_remat.profiling.timing._TOGETHER_BYTES", together_bytes)
+    x = torch.randn(3, requires_grad=True)
+    traced = trace(nn.Sequential(*(Cold() for _ in range(4))), x)
+    assert [1e6 * n.backward_seconds for n in profile(traced, x).nodes] == pytest.approx(expected)
 
 
 def test_a_module_that_hands_on_its_input_has_an_empty_profile() -> None:

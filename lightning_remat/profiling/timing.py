@@ -1,0 +1,161 @@
+"""Seconds of operations: each alone, and backwards that follow one another as in a step."""
+
+from __future__ import annotations
+
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..measure.stopwatch import Stopwatch
+from ..operations.saved_tensors import tensors_of
+from ..schedules.graph import Node
+from .gradient_probe import GradientProbe
+from .single_runs import SingleRuns
+
+_TIMING_SECONDS = 10.0  # after which no further pass over the operations begins
+_TOGETHER_BYTES = 2**24
+"""What the operations may hold whose backwards are timed together: little, where there is no memory to spare."""
+
+_SHORT_SECONDS = 1e-3  # of forward and backward, which the state of the caches changes
+
+
+class Timing:
+    """Passes over operations, of which the fastest runs count.
+
+    Forwards and backwards have passes of their own: after one another they find the processor's caches cold. A backward
+    alone finds them colder than in a step, too, which tells where kernels are short: those that follow one another are
+    timed together as well, where they hold little memory, and what each took alone is scaled to that.
+
+    Args:
+        runs: Of the operations.
+        nodes: Their bytes.
+        device: Where they run.
+        probe: Runs the backward of one, given its number, its outputs and the targets.
+    """
+
+    def __init__(
+        self,
+        runs: SingleRuns,
+        nodes: Sequence[Node],
+        device: torch.device,
+        probe: Callable[[int, list[Any], list[Tensor]], GradientProbe],
+    ) -> None:
+        self.runs, self.nodes, self.device, self.probe = runs, nodes, device, probe
+        self.changed: set[int] = set()  # operations that return what they changed in place
+
+    def timed(self, repeats: int) -> tuple[Node, ...]:
+        """The nodes with their seconds.
+
+        Args:
+            repeats: How many passes; fewer where they take long.
+        """
+        count = len(self.nodes)
+        forward, backward = [math.inf] * count, [math.inf] * count
+        windows: list[range] = []
+        together: dict[range, float] = {}
+        beside: list[float] = []
+        start = time.perf_counter()
+        for k in range(repeats):
+            if k and time.perf_counter() - start > _TIMING_SECONDS:
+                break
+            self.runs.start_over()
+            forward = [min(known, self._forward(n)) for n, known in enumerate(forward)]
+            self.runs.start_over()
+            for n in range(count):
+                seconds, empty = self._backward(n)
+                backward[n] = min(backward[n], seconds)
+                beside.append(empty)
+            windows = windows or [*self._windows(map(operator.add, forward, backward))]
+            if all(len(some) == 1 for some in windows):
+                continue
+            self.runs.start_over()
+            for some in windows:
+                together[some] = min(together.get(some, math.inf), self._backwards(some))
+        nothing = statistics.median(beside) if beside else 0.0
+        backward = [max(0.0, seconds - nothing) for seconds in backward]
+        for some, seconds in together.items():
+            if len(some) > 1 and (alone := sum(backward[n] for n in some)):
+                scale = max(0.0, seconds - nothing) / alone
+                backward[some.start : some.stop] = [scale * backward[n] for n in some]
+        return tuple(
+            replace(node, forward_seconds=f, backward_seconds=b)
+            for node, f, b in zip(self.nodes, forward, backward, strict=True)
+        )
+
+    def _forward(self, n: int) -> float:
+        watch = Stopwatch(self.device)
+        self.runs.keep(n, self.runs.run_timed(n, {}, watch))
+        return watch.seconds
+
+    def _backward(self, n: int) -> tuple[float, float]:
+        """Seconds of a backward of operation n, and of one of nothing there."""
+        inputs: dict[fx.Node, Any] = {}
+        x = torch.zeros((), device=self.device, requires_grad=True)
+        beside = self._seconds(_backward([x.view_as(x)], [x]))
+        values = self.runs.run_timed(n, inputs, None)
+        outputs = [t for t in tensors_of(values) if t.grad_fn is not None]
+        targets = [t for t, _ in self.runs.made_tensors(inputs)] + self.runs.own_tensors(n)
+        if len(self.runs.operations[n].parts) > 1 and any(t._version for t in outputs):
+            # PyTorch refuses tensors that were changed in place, though no step may ask for this backward: by hooks.
+            self.changed.add(n)
+            values, store = self.runs.run(n, inputs)
+            backward = self.probe(n, values, targets).run
+            store.hand_over()
+        else:
+            backward = _backward(outputs, targets)
+        seconds = self._seconds(backward) if outputs else 0.0
+        self.runs.keep(n, values)
+        return seconds, beside
+
+    def _windows(self, seconds: Iterable[float]) -> Iterator[range]:
+        """The operations, those in one range that are short and hold little together."""
+        alone = self.changed.union(n for n, taken in enumerate(seconds) if taken > _SHORT_SECONDS)
+        start, held = 0, 0
+        for n, node in enumerate(self.nodes):
+            own = node.output_bytes + node.tape_bytes + node.parameter_bytes + node.input_gradient_bytes
+            if n > start and (held + own > _TOGETHER_BYTES or not alone.isdisjoint((n - 1, n))):
+                yield range(start, n)
+                start, held = n, 0
+            held += own
+        if self.nodes:
+            yield range(start, len(self.nodes))
+
+    def _backwards(self, some: range) -> float:
+        """Seconds of the backward of operations that follow one another; nothing of one alone."""
+        if len(some) == 1:
+            self.runs.keep(some.start, self.runs.run_timed(some.start, {}, None))
+            return 0.0
+        inputs: dict[fx.Node, Any] = {}
+        outputs: list[Tensor] = []
+        for n in some:
+            values = self.runs.run_timed(n, inputs, None)
+            self.runs.keep(n, values)
+            for part, value in zip(self.runs.operations[n].outputs, values, strict=True):
+                inputs[part] = value
+                if self.runs.is_read_after(part, some.stop - 1):
+                    outputs += [t for t in tensors_of([value]) if t.grad_fn is not None]
+        if not outputs:
+            return 0.0
+        targets = {id(t): t for t, n in self.runs.made_tensors(inputs) if n not in some}
+        targets |= {id(t): t for n in some for t in self.runs.own_tensors(n)}
+        return self._seconds(_backward(outputs, [*targets.values()]))
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        watch = Stopwatch(self.device)
+        with watch:
+            run()
+        return watch.seconds
+
+
+def _backward(outputs: list[Tensor], targets: list[Tensor]) -> Callable[[], object]:
+    """What runs the backward of some outputs, each with a gradient of its own."""
+    gradients = [torch.ones_like(t) for t in outputs]
+    return partial(torch.autograd.grad, outputs, targets, gradients, allow_unused=True)
