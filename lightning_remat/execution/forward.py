@@ -350,4 +350,4 @@ def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:
     geometry = cast(OutputRef, place.source).geometry
     if geometry is None or tensor.layout is not torch.strided or geometry_of(tensor) != geometry:
         return False
-    return storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)
+    return value is tensor or storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from typing import Any, cast
 
 from torch import Tensor
 
+from ..operations.evaluation import slots
 from ..operations.saved_tensors import (
     ExternalRef,
     Leaf,
@@ -32,11 +34,15 @@ class Learning:
     def __init__(self, program: Program, values: list[Any], num_given: int) -> None:
         self.program, self.values = program, values
         self.leaves: list[list[Leaf]] = [[] for _ in program.steps]
+        self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
+        self.slot_of = slots(program.traced)
         self.external = {key for t in tensors_of(values[:num_given]) if (key := storage_key(t)) is not None}
 
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
-        self.leaves[n] = [Leaf.of(t) for t in tensors_of(self.values[slot] for slot in self.program.steps[n].outputs)]
+        outputs = self.program.steps[n].outputs
+        self.leaves[n] = [Leaf.of(t) for t in tensors_of(self.values[slot] for slot in outputs)]
+        self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
 
     def places(self, n: int, saved: list[Tensor]) -> Places:
         """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""
@@ -57,9 +63,9 @@ class Learning:
         for k, (tensor, source) in enumerate(zip(saved, sources, strict=True)):
             witness = witnesses.get(storage_key(tensor))
             if isinstance(source, OutputRef) and witness is not None:
-                slot, part = self._home(source)
-                if source.geometry is None and slot >= 0:
-                    whole.append((k, slot, part))
+                slot, part = self.homes[source.operation][source.leaf]
+                if source.geometry is None and (seen := self._seen(source, slot, part, witness[0])) is not None:
+                    whole.append((k, *seen))
                 else:
                     parts.append(k)
                 is_last = source.operation in self.program.released[n]
@@ -79,19 +85,24 @@ class Learning:
             tuple(found), tuple(whole), tuple(parts), own, tuple(k for k in outside if storage_key(saved[k]) in made)
         )
 
-    def _home(self, source: OutputRef) -> tuple[int, int]:
-        """Where an output tensor is to be found, see `Place`; `ELSEWHERE` for one that lies deeper."""
-        leaf = source.leaf
-        for slot in self.program.steps[source.operation].outputs:
-            value = self.values[slot]
-            if isinstance(value, Tensor):
-                if not leaf:
-                    return slot, -1
-                leaf -= 1
-            elif isinstance(value, (tuple, list)) and all(isinstance(t, Tensor) for t in cast("list[Any]", value)):
-                if leaf < len(cast("list[Any]", value)):
-                    return slot, leaf
-                leaf -= len(cast("list[Any]", value))
-            else:
-                break
-        return ELSEWHERE, -1
+    def _seen(self, source: OutputRef, slot: int, part: int, witness: int) -> tuple[int, int] | None:
+        """Where the table holds an output tensor now: in its home, or as an item that was taken out of the tuple."""
+        if slot == ELSEWHERE:
+            return None
+        if self.values[slot] is not None:
+            return slot, part
+        (home,) = (n for n in self.program.traced.operations[source.operation].outputs if self.slot_of[n] == slot)
+        is_taken = any(
+            n.target is operator.getitem and n.args == (home, part) and self.slot_of.get(n) == witness
+            for n in home.users
+        )
+        return (witness, -1) if is_taken else None
+
+
+def _homes(slot: int, value: Any) -> list[tuple[int, int]]:
+    """For each tensor of an output, its slot and which item of a tuple it is; `ELSEWHERE` for those that lie deeper."""
+    if isinstance(value, Tensor):
+        return [(slot, -1)]
+    if isinstance(value, (tuple, list)) and all(isinstance(t, Tensor) for t in cast("list[Any]", value)):
+        return [(slot, part) for part in range(len(cast("list[Any]", value)))]
+    return [(ELSEWHERE, -1)] * len(tensors_of([value]))

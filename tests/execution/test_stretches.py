@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_steps import assert_equal_traces, traces
 
 from lightning_remat import profile, trace
+from lightning_remat.execution.executor import Reference
+from lightning_remat.execution.forward import _Forward  # pyright: ignore[reportPrivateUsage]
 from lightning_remat.execution.instructions import Do
-from lightning_remat.execution.program import Program, compile_schedule
+from lightning_remat.execution.program import Place, Program, compile_schedule
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again
 from lightning_remat.lowering import lower_kept
@@ -217,3 +219,42 @@ def test_casts_of_autocast_do_not_pass_from_a_recomputation_to_the_next_forward(
             first.backward()
             module(x).float().square().sum().backward()
     assert_equal_gradients(plain, ours)
+
+
+class Cells(nn.Module):
+    """Reads items of tuples; the tuples themselves are discarded before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = c = x.new_zeros(x.shape[0], 4)
+        for part in x.unbind(1):
+            h, c = self.cell(part, (h, c))
+        return h
+
+
+def test_saved_items_of_discarded_tuples_are_found_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = Cells(), torch.randn(8, 6, 4)
+    ours = copy.deepcopy(plain)
+    traced = trace(ours, x)
+    graph = profile(traced, x, repeats=1)
+    again = {n for n, node in enumerate(graph.nodes) if node.kind in ("lstm_cell", "getitem")}
+    rewrite(ours, lower_kept(graph, {*range(len(graph.nodes))} - again), x)
+    ours(x).sum().backward()  # what is learned in a first step
+    ours.zero_grad()
+    searched: list[int] = []
+    changed = _Forward._changed
+
+    def noted(forward: _Forward, reference: Reference, places: tuple[Place, ...]) -> tuple[Place, ...]:
+        searched.append(reference.operation)
+        return changed(forward, reference, places)
+
+    monkeypatch.setattr(_Forward, "_changed", noted)
+    plain(x).sum().backward()
+    ours(x).sum().backward()
+    assert_equal_gradients(plain, ours)
+    (program,) = programs_in(ours)
+    assert len(program.learned) > 3
+    assert not searched
