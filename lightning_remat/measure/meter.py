@@ -5,6 +5,7 @@ On fake tensors nothing is allocated: it is the bytes of their storages.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -141,6 +142,9 @@ def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+_COLLECTIVE_RELEASES_SECONDS = 1e-3
+"""A backend's thread holds the tensors of a collective until it is scheduled once more, which nothing tells."""
+
 _DEVICE: Any = torch.ops.prim.device.default
 """Of a fake tensor, autograd and kernels ask the device more often than all else together; nothing is made by that."""
 
@@ -165,6 +169,7 @@ class StorageMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._pending: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+        self._follows_collective = False
         self._groups: list[Any] = []
         self._gathered_bytes: list[int] = []  # of each group's last tensor, when it was looked at
 
@@ -211,6 +216,9 @@ class StorageMeter(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:
             return func(*args)
+        if self._follows_collective:
+            time.sleep(_COLLECTIVE_RELEASES_SECONDS)
+        self._follows_collective = func.namespace == "c10d"
         self._settle()
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before_bytes = self.alive_bytes
