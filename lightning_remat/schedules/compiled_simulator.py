@@ -131,20 +131,25 @@ def _num_tapes(arrays: GraphArrays, codes: Small) -> Ints:
 
 @njit
 def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
-    """Of which operations something that their backward reads goes between their first run and their backward."""
+    """Of which operations something that their backward reads is not there all the time from their first run on."""
     count = len(arrays.root)
     first_run, output_gone, tape_gone = np.full(count, -1), np.full(count, -1), np.full(count, -1)  # at which action
-    found = np.zeros(count, np.bool_)
+    is_there, found = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     for at in range(len(codes)):
         n, kind = codes[at] >> 2, codes[at] & 3
         if kind == DISCARD:
             output_gone[n] = at
+            is_there[n] = False
         elif kind == DISCARD_TAPE:
             tape_gone[n] = at
         elif kind == RUN:
-            first_run[n] = at if first_run[n] < 0 else first_run[n]
+            is_there[n] = True
+            if first_run[n] < 0:
+                first_run[n] = at
+                for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                    found[n] = found[n] or not is_there[arrays.saved[k]]
         else:
-            found[n] = tape_gone[n] > first_run[n]
+            found[n] = found[n] or tape_gone[n] > first_run[n]
             for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
                 found[n] = found[n] or output_gone[arrays.saved[k]] > first_run[n]
     return found

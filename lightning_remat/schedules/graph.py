@@ -44,8 +44,8 @@ class Node:
         rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call.
         stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it.
         tape_price: Seconds that running it again costs beside them where that brings its tape.
-        hook_price: Seconds that it costs beside them where something that its backward reads is discarded in between:
-            hooks hand over what it saves.
+        hook_price: Seconds that it costs beside them where something that its backward reads is not there all the time
+            from its first run on: hooks hand over what it saves.
         forward_workspace_bytes: Transient peak of the forward beyond inputs, outputs and tape.
         backward_workspace_bytes: Transient peak of the backward beyond its inputs and gradients.
         parameter_bytes: Bytes of the parameter gradients that appear with its backward.

@@ -102,7 +102,7 @@ class Replay(GradientMemory):
         self.output: list[int | None] = [None] * count  # storage of the resident output
         self.tape = [False] * count
         self.has_run = [False] * count
-        self.is_saved = [True] * count  # whether all that its backward reads has been there since its first run
+        self.is_saved = [True] * count  # whether all that its backward reads has been there from its first run on
         self.is_done = [False] * count
         self.savers: list[list[int]] = [[] for _ in graph.nodes]  # whose backward reads an output
         for n, node in enumerate(graph.nodes):
@@ -169,6 +169,8 @@ class Replay(GradientMemory):
             seconds += node.rerun_price + (0.0 if self.is_running_again else node.stretch_price)
             seconds += node.tape_price if brings_tape else 0.0
             self.recompute_seconds.append(seconds)
+        elif any(self.output[i] is None for i in node.saved):  # of a tuple that has gone, whose item it reads
+            self.is_saved[n] = False
         self.is_running_again = self.has_run[n]
         self.seconds.append(seconds)
         self.has_run[n] = True

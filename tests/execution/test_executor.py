@@ -1,6 +1,7 @@
 import collections
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_remat import ScheduleError, is_recomputing, profile, simulate, tr
 from lightning_remat.execution import executor as executor_module
 from lightning_remat.execution.program import compile_schedule
 from lightning_remat.lowering import apply_liveness, lower_kept
+from lightning_remat.schedules.graph import Node, fields_in
 from lightning_remat.schedules.schedule import Schedule
 
 
@@ -64,6 +66,37 @@ def test_random_modules_under_random_schedules(examples: int) -> None:
             assert not collections.Counter(runs) - collections.Counter(2 * planned)
 
     check()
+
+
+class Cells(nn.Module):
+    """Reads items of tuples, which hold the memory that is saved."""
+
+    width = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = c = x
+        for _ in range(3):
+            h, c = self.cell(x, (h, c))
+        return h
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(common, max_examples=60)
+def test_hooks_are_priced_where_they_are_set(data: st.DataObject) -> None:
+    module = data.draw(st.one_of(modules(), st.builds(Cells)))
+    x = torch.randn(64, module.width)
+    traced = trace(module, x)
+    graph = profile(traced, x, repeats=1)
+    schedule = data.draw(schedules(graph))
+    free = dict.fromkeys(fields_in("seconds", Node), 0.0)
+    nodes = (replace(node, **free, hook_price=2.0**n) for n, node in enumerate(graph.nodes))
+    priced = simulate(replace(graph, nodes=tuple(nodes)), schedule).recompute_seconds
+    assert priced == sum(2.0**n for n in compile_schedule(traced, schedule, graph).hooked)
 
 
 @pytest.mark.slow

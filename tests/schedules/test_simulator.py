@@ -7,6 +7,7 @@ from random_graphs import graphs, schedules
 
 from lightning_remat import Graph, Node, Schedule, ScheduleError, simulate
 from lightning_remat.lowering import apply_liveness
+from lightning_remat.schedules.compiled_simulator import Judge
 
 
 def chain(*, count: int = 3, tape: int = 0) -> Graph:
@@ -72,6 +73,19 @@ def test_hooks_have_their_price_where_something_that_is_read_goes_in_between() -
     assert one.action_seconds[9] == 2 + 1  # with the backward of which the hooks are
     again = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 B2 D2 F0 F1 D0 B1 D1 F0 B0 D0"))
     assert again.recompute_seconds == 3 + 1 + 10, "however often it goes"
+
+
+def test_hooks_have_their_price_where_what_a_run_saves_has_gone_before() -> None:
+    pair = Node("pair", output_bytes=16)
+    item = Node("item", inputs=(0,), storage_of=0)
+    reader = Node("reader", inputs=(1,), saved=(0,), output_bytes=8, hook_price=10.0)
+    graph = Graph((pair, item, reader))
+    there = Schedule.parse("F0 F1 F2 B2 D2 B1 D1 B0 D0")
+    gone = Schedule.parse("F0 F1 D0 F2 D1 F0 B2 D2 D0 F0 F1 D1 B1 B0 D0")
+    assert simulate(graph, there).recompute_seconds == 0
+    simulation = simulate(graph, gone)
+    assert simulation.action_seconds[6] == 10
+    assert Judge(graph).cost(gone) == (simulation.peak_bytes, simulation.seconds)
 
 
 @pytest.mark.parametrize(
