@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
 from . import as_in_eager, generators_left, numpy_as_it_is
+from .hook_guards import has_hooked_submodules, without_hooks
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
@@ -117,14 +118,25 @@ class CompiledForward:
         self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules, "suppress_errors": not is_whole}
         self.is_exhausted = self.has_hooks = False
         self._local = threading.local()
-        code = _template.__code__.replace(co_name=f"forward_{next(_numbers)}", co_qualname=forward.__qualname__)
-        names = {"captured_forward": forward, "__name__": __name__, "__builtins__": __builtins__}
-        entry = types.FunctionType(code, names)
-        options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
-        context: Any = torch._dynamo.optimize(self._backend, nopython=is_whole, **options)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        return self._entry()
+
+    @cached_property
+    def _compiled_without_hooks(self) -> Callable[..., Any]:
+        """The same for a module whose submodules have no hooks: fewer guards."""
+        return self._entry(guard_filter_fn=without_hooks)
+
+    def _entry(self, **options: Any) -> Callable[..., Any]:
+        name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__
+        code = _template.__code__.replace(co_name=name, co_qualname=qualified_name)
+        names = {"captured_forward": self.function, "__name__": __name__, "__builtins__": __builtins__}
+        options |= {"isolate_recompiles": True} if _HAS_ISOLATION else {}
+        context: Any = torch._dynamo.optimize(self._backend, nopython=self.is_whole, **options)
         if (capture := getattr(context, "callback", None)) is not None:  # else TorchDynamo is switched off
             context.callback = _Capturing(capture, self._capturing)
-        self._compiled: Callable[..., Any] = context(entry)
+        return context(types.FunctionType(code, names))
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
         if self.has_hooks:
@@ -155,6 +167,8 @@ class CompiledForward:
             raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
+            if self.is_whole and not has_hooked_submodules(module):  # between graphs, other modules may be called
+                return self._compiled_without_hooks(module, *args, **kwargs)
             return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)

@@ -1,0 +1,132 @@
+"""Hooks that submodules get later fire, wherever they come from, though most guards on them are left out."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rewriting import recomputing_copy
+from torch import Tensor, nn
+
+from lightning_remat.capture.hook_guards import has_hooked_submodules, without_hooks
+
+X = torch.randn(4, 8)
+
+
+class Net(nn.Module):
+    """Has a layer that is no submodule, and one that may be None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Linear(8, 8))
+        self.register_module("none", None)
+        self.outside = [nn.Linear(8, 8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside[0](torch.tanh(self.layers(torch.sin(x))))
+
+
+def doubled(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def halved(_module: nn.Module, args: Any) -> Any:
+    return tuple(x / 2 for x in args)
+
+
+def of_a_submodule(net: Net) -> None:
+    net.layers[1][0].register_forward_hook(doubled)
+
+
+def of_a_container(net: Net) -> None:
+    net.layers[1].register_forward_hook(doubled)
+
+
+def before_its_call(net: Net) -> None:
+    net.layers[1][0].register_forward_pre_hook(halved)
+
+
+def before_it_came(net: Net) -> None:
+    other = copy.deepcopy(net.layers[1])
+    of_a_container(net)
+    other, net.layers[1] = net.layers[1], other
+    net.layers[1] = other
+
+
+def in_another_dictionary(net: Net) -> None:
+    net.layers[0]._forward_hooks = OrderedDict()
+    net.layers[0].register_forward_hook(doubled)
+
+
+def outside_the_tree(net: Net) -> None:
+    net.outside[0].register_forward_hook(doubled)
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    net.zero_grad()
+    net(X).square().sum().backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "register",
+    [of_a_submodule, of_a_container, before_its_call, before_it_came, in_another_dictionary, outside_the_tree],
+)
+def test_later_hooks_fire(register: Callable[[Net], None]) -> None:
+    plain = Net()
+    ours = recomputing_copy(plain, X, kept=[])
+    before = gradients(plain)
+    assert equal(gradients(ours), before)
+    register(plain)
+    register(ours)
+    after = gradients(plain)
+    assert not equal(after, before)
+    assert equal(gradients(ours), after)
+
+
+def test_they_come_and_go() -> None:
+    plain = Net()
+    ours = recomputing_copy(plain, X, kept=[])
+    for _ in range(2):
+        handles = [net.layers[1].register_forward_hook(doubled) for net in (plain, ours)]
+        assert has_hooked_submodules(ours)
+        assert equal(gradients(ours), gradients(plain))
+        for handle in handles:
+            handle.remove()
+        assert not has_hooked_submodules(ours)
+        assert equal(gradients(ours), gradients(plain))
+
+
+def test_hooks_of_the_module_itself_run_outside_its_forward() -> None:
+    net = Net()
+    net.register_forward_hook(doubled)
+    assert not has_hooked_submodules(net)
+
+
+def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    kept: list[str] = []
+
+    def noted(guards: Any) -> list[bool]:
+        found = without_hooks(guards)
+        names.extend(guard.name for guard in guards)
+        kept.extend(guard.name for guard, is_kept in zip(guards, found, strict=True) if is_kept)
+        return found
+
+    monkeypatch.setattr("lightning_remat.capture.dynamo.without_hooks", noted)
+    gradients(recomputing_copy(Net(), X, kept=[]))
+    hooks = [name for name in names if "hooks" in name and "_global_" not in name]
+    assert any("outside" in name for name in hooks)
+    left = [name for name in kept if name in hooks]
+    assert left
+    assert all("outside" in name for name in left), "no walk over submodules sees those"
+    assert {name for name in names if name not in hooks} <= set(kept)
