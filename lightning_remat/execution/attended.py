@@ -106,5 +106,6 @@ class Attended:
                 f"run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it out of "
                 "the rewritten modules"
             )
-        recorded.tapes[n] = {k: saved[k].detach() for k, _ in own}  # cut from the graph, which holds the inputs
+        # Cut from the graph, which holds the inputs.
+        recorded.tapes[n] = {k: t.detach() if (t := saved[k]).requires_grad else t for k, _ in own}
         saved.clear()

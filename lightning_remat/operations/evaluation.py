@@ -262,6 +262,8 @@ def leaf_of(value: Any) -> Any:
         return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
     if value is None:
         return None
+    if type(value) is tuple:  # as most operations return that return several
+        return tuple([leaf_of(item) for item in cast("tuple[Any, ...]", value)])
     return tree_map_only(Tensor, leaf_of, value)
 
 
