@@ -40,11 +40,19 @@ def has_hooked_submodules(module: nn.Module) -> bool:
     True
     """
     found = [*module._modules.values()]
-    for m in found:  # which grows meanwhile
-        if m is None:
-            continue
-        own = m.__dict__  # the names are those by which `nn.Module.__call__` tells whether there are any
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return True
-        found += own["_modules"].values()
+    try:
+        for m in found:  # which grows meanwhile
+            if m is None:
+                continue
+            own = m.__dict__  # the names are those by which `nn.Module.__call__` tells whether there are any
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ):
+                return True
+            found += own["_modules"].values()
+    except KeyError:  # of torch.jit, or never initialized: nobody knows
+        return True
     return False

@@ -47,7 +47,7 @@ def whole_parts(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if holds_units(child):
             yield from whole_parts(child)
-        elif type(child).forward is nn.Module.forward:  # a container
+        elif getattr(type(child), "forward", None) is nn.Module.forward:  # a container; torch.jit hides its own
             yield from (m for m in child.children() if not is_layer(m))
         elif not is_layer(child):
             yield child

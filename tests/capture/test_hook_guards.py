@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,12 @@ def test_hooks_of_the_module_itself_run_outside_its_forward() -> None:
     net = Net()
     net.register_forward_hook(doubled)
     assert not has_hooked_submodules(net)
+
+
+def test_what_torch_jit_compiled_may_have_some() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and still in use
+        assert has_hooked_submodules(nn.Sequential(torch.jit.trace(nn.Linear(8, 8), X)))
 
 
 def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

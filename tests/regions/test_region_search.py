@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,35 @@ def test_a_data_parallel_wrapper_is_looked_into() -> None:
     assert result.step.num_recomputed > 0
     assert list(result.step.plans) == ["[0]", "[1]"]  # before and after the check on values
     assert rewritten(module) == [""]
+
+
+class PartlyScripted(nn.Module):
+    """A part of it is no Python any more."""
+
+    def __init__(self, compiled: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.body, middle, self.head = (
+            nn.Sequential(*(f for _ in range(4) for f in (nn.Linear(16, 16), nn.Sigmoid()))) for _ in range(3)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated, and still in use
+            self.middle = compiled(middle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.body(x)))
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 16))])
+def test_what_torch_jit_has_compiled_stays_as_it_is(compiled: Any) -> None:
+    plain = PartlyScripted(compiled)
+    ours = PartlyScripted(compiled)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(64, 16)
+    plan = rematerialize(ours, x, memory_budget="85%")
+    assert plan.num_recomputed
+    for _ in range(2):
+        for module in (plain, ours):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
