@@ -25,8 +25,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from . import as_in_eager, generators_left, numpy_as_it_is
-from .hook_guards import has_hooked_submodules, without_hooks
+from . import as_in_eager, generators_left, hook_guards, numpy_as_it_is
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
@@ -121,21 +120,21 @@ class CompiledForward:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
-        return self._entry()
+        return self._entry(are_hooks_guarded=True)
 
     @cached_property
     def _compiled_without_hooks(self) -> Callable[..., Any]:
         """The same for a module whose submodules have no hooks: fewer guards."""
-        return self._entry(guard_filter_fn=without_hooks)
+        return self._entry(are_hooks_guarded=False)
 
-    def _entry(self, **options: Any) -> Callable[..., Any]:
+    def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:
         name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__
         code = _template.__code__.replace(co_name=name, co_qualname=qualified_name)
         names = {"captured_forward": self.function, "__name__": __name__, "__builtins__": __builtins__}
-        options |= {"isolate_recompiles": True} if _HAS_ISOLATION else {}
+        options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
         context: Any = torch._dynamo.optimize(self._backend, nopython=self.is_whole, **options)
         if (capture := getattr(context, "callback", None)) is not None:  # else TorchDynamo is switched off
-            context.callback = _Capturing(capture, self._capturing)
+            context.callback = _Capturing(capture, partial(self._capturing, are_hooks_guarded=are_hooks_guarded))
         return context(types.FunctionType(code, names))
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
@@ -148,13 +147,13 @@ class CompiledForward:
         return self._local.call[0](graph, list(values))
 
     @contextmanager
-    def _capturing(self) -> Generator[None]:
+    def _capturing(self, *, are_hooks_guarded: bool) -> Generator[None]:
         """What must hold while TorchDynamo captures for the call of this thread; a call that it knows needs none."""
         _, args, kwargs = self._local.call
         settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
         hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
         told = as_in_eager.as_in_eager(tensors_in((args, kwargs)))
-        with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told:
+        with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told, hook_guards.hooks_guarded(are_hooks_guarded):
             yield
 
     def call(self, run: Run, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +166,9 @@ class CompiledForward:
             raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
-            if self.is_whole and not has_hooked_submodules(module):  # between graphs, other modules may be called
+            if self.is_whole and not hook_guards.has_hooked_submodules(
+                module
+            ):  # between graphs, other modules may be called
                 return self._compiled_without_hooks(module, *args, **kwargs)
             return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -214,7 +215,13 @@ class _Quiet:
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 
-_AS_IN_EAGER = SharedSettings(_Quiet(), *as_in_eager.CHANGES, *generators_left.CHANGES, *numpy_as_it_is.CHANGES)
+_AS_IN_EAGER = SharedSettings(
+    _Quiet(),
+    *as_in_eager.CHANGES,
+    *generators_left.CHANGES,
+    *numpy_as_it_is.CHANGES,
+    *hook_guards.CHANGES,
+)
 
 
 class _Capturing:

@@ -6,27 +6,37 @@ Those are a third of all that is guarded of a network of many small layers, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 from torch import nn
+from torch._dynamo.guards import GuardBuilder
 
-_OF_A_SUBMODULE = re.compile(r"self(\._modules\['[^']+'\])+\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
+from .shared_setting import Exchange
+
+# Private to `nn.Module`, whose own call reads them.
+# pyright: reportPrivateUsage=false
+
+_OF_A_SUBMODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])+\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
+
+_here = threading.local()
 
 
-class Guarded(Protocol):
-    """What TorchDynamo says of a guard.
+@contextmanager
+def hooks_guarded(are_guarded: bool) -> Generator[None]:
+    """Whether what this thread captures inside is guarded against hooks that submodules get later.
 
-    Attributes:
-        name: The expression of what is guarded, by the names of the function's arguments.
+    Else `has_hooked_submodules` is to be asked before each call. Modules that are reached otherwise are always guarded.
     """
-
-    name: str
-
-
-def without_hooks(guards: Sequence[Guarded]) -> list[bool]:
-    """Which guards there must be for a module of which it is seen to otherwise that no submodule has hooks."""
-    return [_OF_A_SUBMODULE.fullmatch(guard.name) is None for guard in guards]
+    before = getattr(_here, "are_left_out", False)
+    _here.are_left_out = not are_guarded
+    try:
+        yield
+    finally:
+        _here.are_left_out = before
 
 
 def has_hooked_submodules(module: nn.Module) -> bool:
@@ -44,15 +54,24 @@ def has_hooked_submodules(module: nn.Module) -> bool:
         for m in found:  # which grows meanwhile
             if m is None:
                 continue
-            own = m.__dict__  # the names are those by which `nn.Module.__call__` tells whether there are any
-            if (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-            ):
+            own = m.__dict__
+            if own["_forward_hooks"] or own["_backward_hooks"]:
+                return True
+            if own["_forward_pre_hooks"] or own["_backward_pre_hooks"]:
                 return True
             found += own["_modules"].values()
     except KeyError:  # of torch.jit, or never initialized: nobody knows
         return True
     return False
+
+
+def _unless_left_out(guard_hooks: Callable[..., None]) -> Callable[..., None]:
+    @wraps(guard_hooks)
+    def guard_other_hooks(builder: Any, guard: Any) -> None:
+        if not (getattr(_here, "are_left_out", False) and _OF_A_SUBMODULE.fullmatch(guard.name)):
+            guard_hooks(builder, guard)
+
+    return guard_other_hooks
+
+
+CHANGES = [Exchange(GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _unless_left_out)]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from rewriting import recomputing_copy
 from torch import Tensor, nn
+from torch._dynamo.guards import GuardBuilder
 
-from lightning_remat.capture.hook_guards import has_hooked_submodules, without_hooks
+from lightning_remat.capture.hook_guards import has_hooked_submodules
 
 X = torch.randn(4, 8)
 
@@ -120,20 +121,20 @@ def test_what_torch_jit_compiled_may_have_some() -> None:
 
 
 def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    kept: list[str] = []
+    asked: list[str] = []
+    guard_hooks = GuardBuilder.SEQUENCE_LENGTH  # by which those are guarded that are
 
-    def noted(guards: Any) -> list[bool]:
-        found = without_hooks(guards)
-        names.extend(guard.name for guard in guards)
-        kept.extend(guard.name for guard, is_kept in zip(guards, found, strict=True) if is_kept)
-        return found
+    def noted(builder: Any, guard: Any) -> None:
+        asked.append(guard.name)
+        guard_hooks(builder, guard)
 
-    monkeypatch.setattr("lightning_remat.capture.dynamo.without_hooks", noted)
+    monkeypatch.setattr(GuardBuilder, "SEQUENCE_LENGTH", noted)
     gradients(recomputing_copy(Net(), X, kept=[]))
-    hooks = [name for name in names if "hooks" in name and "_global_" not in name]
-    assert any("outside" in name for name in hooks)
-    left = [name for name in kept if name in hooks]
-    assert left
-    assert all("outside" in name for name in left), "no walk over submodules sees those"
-    assert {name for name in names if name not in hooks} <= set(kept)
+    hooks = [name for name in asked if "hooks" in name]
+    assert hooks
+    assert all("outside" in name for name in hooks), "no walk over submodules sees those"
+    asked.clear()
+    hooked = Net()
+    of_a_submodule(hooked)
+    gradients(recomputing_copy(hooked, X, kept=[]))
+    assert any("['layers']" in name and "hooks" in name for name in asked)
