@@ -6,7 +6,6 @@ import operator
 import time
 from dataclasses import replace
 from functools import cache
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,13 +24,16 @@ from .forward import run_forward
 from .program import Program, compile_schedule
 
 _BLOCKS, _WIDTH = 40, 16
-_APART = 4
+_APART = 2
 """Blocks from one stretch to the next: right after one another they find the processor's caches warm, as in no step."""
 
 _LONG = 2
-"""Blocks of a long stretch."""
+"""Blocks of a long stretch, the next of which is twice as far away."""
 
 _ROUNDS = 25
+
+_SAVED_BY_A_NORM = 5
+"""Tensors: its input, weight, bias, mean and deviation."""
 
 
 class RerunPrices(NamedTuple):
@@ -40,7 +42,8 @@ class RerunPrices(NamedTuple):
     Attributes:
         run: Of one recomputation.
         stretch: Of a stretch of them, beside that.
-        tape: Of one that brings its tape, or draws random numbers, beside that.
+        tape: Of one that brings its tape, or draws random numbers, beside that: as a layer norm does. One that saves
+            more tensors than that asks for as much more, as each of them is caught.
         saved: Of each tensor that an operation saves of whose saved tensors some are discarded.
     """
 
@@ -56,7 +59,7 @@ class RerunPrices(NamedTuple):
                 node,
                 rerun_price=self.run + (self.tape if node.is_random else 0.0),
                 stretch_price=self.stretch,
-                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape,
+                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape * _tapes_in(node),
                 hook_price=self.saved * node.num_saved,
             )
             for node in graph.nodes
@@ -81,7 +84,7 @@ def rerun_prices() -> RerunPrices:
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
-    at_once = [n for start in starts for n in range(start, start + _LONG * size)]
+    at_once = [n for start in starts[::_LONG] for n in range(start, start + _LONG * size)]
     untaped = [n for n in at_once if not graph.nodes[n].tape_bytes]
     again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], untaped, at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
@@ -89,12 +92,17 @@ def rerun_prices() -> RerunPrices:
     for program in programs:
         _seconds(program, values)  # what is learned in a first run
     rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
-    # Of differences within a round, as whatever else the machine does comes and goes.
-    more = [median(seconds[k] - seconds[0] for seconds in rounds) for k in range(1, len(programs))]
+    # The fastest of each, as of the operations themselves: differences within a round scatter twice as much.
+    fastest = [min(seconds) for seconds in zip(*rounds, strict=True)]
+    more = [seconds - fastest[0] for seconds in fastest[1:]]
     own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in range(len(RerunPrices._fields))] for schedule in schedules]
     prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), np.array(more) - np.array(own))[0].tolist()
     return RerunPrices(*prices)
+
+
+def _tapes_in(node: Node) -> float:
+    return max(1.0, node.num_saved / _SAVED_BY_A_NORM)
 
 
 def _count(graph: Graph, schedule: Schedule, price: int) -> float:

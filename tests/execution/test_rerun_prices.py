@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_remat import Plan, rematerialize
-from lightning_remat.execution.rerun_prices import rerun_prices
+from lightning_remat import Graph, Node, Plan, rematerialize
+from lightning_remat.execution.rerun_prices import RerunPrices, rerun_prices
 from lightning_remat.execution.rewriter import programs_in
 
 
@@ -51,3 +53,13 @@ def test_a_plan_knows_them() -> None:
 def _again(plan: Plan) -> list[int]:
     runs = [n for kind, n in plan.schedule if kind == "F"]
     return [n for k, n in enumerate(runs) if n in runs[:k]]
+
+
+def test_a_tape_costs_more_where_more_is_saved() -> None:
+    prices = RerunPrices(run=1.0, stretch=2.0, tape=3.0, saved=4.0)
+    norm = Node("norm", tape_bytes=8, num_saved=5)
+    nodes = (norm, replace(norm, num_saved=2), replace(norm, num_saved=15), replace(norm, is_random=True))
+    priced = prices.put_on(Graph(nodes)).nodes
+    assert [node.tape_price for node in priced] == [3.0, 3.0, 9.0, 0.0]
+    assert [node.rerun_price for node in priced] == [1.0, 1.0, 1.0, 4.0]
+    assert [node.hook_price for node in priced] == [20.0, 8.0, 60.0, 20.0]
