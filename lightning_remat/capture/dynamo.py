@@ -166,9 +166,8 @@ class CompiledForward:
             raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
         before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
-            if self.is_whole and not hook_guards.has_hooked_submodules(
-                module
-            ):  # between graphs, other modules may be called
+            # Between graphs, modules may be called that are none of its submodules.
+            if self.is_whole and not hook_guards.has_hooked_submodules(module):
                 return self._compiled_without_hooks(module, *args, **kwargs)
             return self._compiled(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
