@@ -153,7 +153,13 @@ class CompiledForward:
         settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
         hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
         told = as_in_eager.as_in_eager(tensors_in((args, kwargs)))
-        with config.patch(settings), _AS_IN_EAGER.wanted(), hooks, told, hook_guards.hooks_guarded(are_hooks_guarded):
+        with (
+            config.patch(settings),
+            _WHILE_CAPTURING.wanted(),
+            hooks,
+            told,
+            hook_guards.hooks_guarded(are_hooks_guarded),
+        ):
             yield
 
     def call(self, run: Run, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,7 +220,7 @@ class _Quiet:
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 
-_AS_IN_EAGER = SharedSettings(
+_WHILE_CAPTURING = SharedSettings(
     _Quiet(),
     *as_in_eager.CHANGES,
     *generators_left.CHANGES,

@@ -1,6 +1,6 @@
 """Whether submodules have hooks, asked of all at once: TorchDynamo's guards ask it of six dictionaries of each.
 
-Those are a third of all that is guarded of a network of many small layers, and guards are what a call costs there.
+Those are the largest part of what is guarded of a network of many small layers, and guards are what a call costs there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def has_hooked_submodules(module: nn.Module) -> bool:
     >>> has_hooked_submodules(net)
     True
     """
-    found = [*module._modules.values()]
+    found, seen = [*module._modules.values()], {module}
     try:
         for m in found:  # which grows meanwhile
             if m is None:
@@ -59,7 +59,9 @@ def has_hooked_submodules(module: nn.Module) -> bool:
                 return True
             if own["_forward_pre_hooks"] or own["_backward_pre_hooks"]:
                 return True
-            found += own["_modules"].values()
+            if (children := own["_modules"]) and m not in seen:  # a child may know its parent
+                seen.add(m)
+                found += children.values()
     except KeyError:  # of torch.jit, or never initialized: nobody knows
         return True
     return False

@@ -337,7 +337,7 @@ def _needs_gradient(value: Any) -> bool:
 
 def _is_same(a: Any, b: Tensor) -> bool:
     """Whether it is told at a glance that both are tensors of the same memory."""
-    return a is b or (_starts_at_once(a, b) and a.shape == b.shape and a.stride() == b.stride())
+    return a is b or (_start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride())
 
 
 def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:
@@ -345,12 +345,12 @@ def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:
     geometry = cast(OutputRef, place.source).geometry
     if geometry is None or tensor.layout is not torch.strided or geometry_of(tensor) != geometry:
         return False
-    if value is tensor or _starts_at_once(value, tensor):
+    if value is tensor or _start_alike(value, tensor):
         return True
     return storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)
 
 
-def _starts_at_once(a: Any, b: Tensor) -> bool:
+def _start_alike(a: Any, b: Tensor) -> bool:
     """Whether both begin in the same place of one storage, which is told of plain tensors while they live."""
     if type(a) is not Tensor or type(b) is not Tensor or not a.layout is b.layout is torch.strided:
         return False

@@ -59,7 +59,7 @@ class RerunPrices(NamedTuple):
                 node,
                 rerun_price=self.run + (self.tape if node.is_random else 0.0),
                 stretch_price=self.stretch,
-                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape * _tapes_in(node),
+                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape * _norms_in(node),
                 hook_price=self.saved * node.num_saved,
             )
             for node in graph.nodes
@@ -101,7 +101,8 @@ def rerun_prices() -> RerunPrices:
     return RerunPrices(*prices)
 
 
-def _tapes_in(node: Node) -> float:
+def _norms_in(node: Node) -> float:
+    """By how many layer norms' tapes its own counts."""
     return max(1.0, node.num_saved / _SAVED_BY_A_NORM)
 
 

@@ -47,14 +47,18 @@ def whole_parts(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if holds_units(child):
             yield from whole_parts(child)
-        elif getattr(type(child), "forward", None) is nn.Module.forward:  # a container; torch.jit hides its own
+        elif is_layer(child):
+            continue
+        elif type(child).forward is nn.Module.forward:  # a container
             yield from (m for m in child.children() if not is_layer(m))
-        elif not is_layer(child):
+        else:
             yield child
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether the module is a single layer of PyTorch's."""
+    """Whether the module is a single layer of PyTorch's, or compiled by `torch.jit`, into which nobody can look."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
     return own.__module__.startswith("torch.nn.") and not any(module.children())
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
@@ -154,11 +153,10 @@ def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, P
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     """The submodules right below that have a forward, those in containers included.
 
-    A layer of PyTorch's without submodules is left out: it is one operation, whose input the code around it holds. What
-    `torch.jit` has compiled is no code to look into.
+    A layer of PyTorch's without submodules is left out: it is one operation, whose input the code around it holds.
     """
     for name, child in module.named_children():
-        if name == "parametrizations" or is_layer(child) or isinstance(child, torch.jit.ScriptModule):
+        if name == "parametrizations" or is_layer(child):
             continue
         if type(child).forward is nn.Module.forward:
             yield from parts_of(child)

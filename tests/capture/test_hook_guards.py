@@ -54,8 +54,7 @@ def before_its_call(net: Net) -> None:
 
 def before_it_came(net: Net) -> None:
     other = copy.deepcopy(net.layers[1])
-    of_a_container(net)
-    other, net.layers[1] = net.layers[1], other
+    other.register_forward_hook(doubled)
     net.layers[1] = other
 
 
@@ -112,6 +111,14 @@ def test_hooks_of_the_module_itself_run_outside_its_forward() -> None:
     net = Net()
     net.register_forward_hook(doubled)
     assert not has_hooked_submodules(net)
+
+
+def test_a_child_may_know_its_parent() -> None:
+    net = Net()
+    net.layers[1].parent = net.layers
+    assert not has_hooked_submodules(net)
+    of_a_submodule(net)
+    assert has_hooked_submodules(net)
 
 
 def test_what_torch_jit_compiled_may_have_some() -> None:
