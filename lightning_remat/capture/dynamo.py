@@ -318,15 +318,17 @@ def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:
 @contextmanager
 def _dynamic(tensors: Iterable[Tensor]) -> Generator[None]:
     """Lets a graph hold for all batch sizes where it can: the first dimension of inputs may change."""
-    marked = [t for t in tensors if t.dim() and not hasattr(t, "_dynamo_weak_dynamic_indices")]
-    for t in marked:
-        torch._dynamo.maybe_mark_dynamic(t, 0)
+    marks: list[tuple[Tensor, str]] = []  # by which names depends on the version of torch
+    for t in tensors:
+        if t.dim() and not hasattr(t, "_dynamo_weak_dynamic_indices"):
+            before = {*vars(t)}
+            torch._dynamo.maybe_mark_dynamic(t, 0)
+            marks += [(t, name) for name in vars(t).keys() - before]
     try:
         yield
     finally:
-        for t in marked:
-            if hasattr(t, "_dynamo_weak_dynamic_indices"):
-                del t._dynamo_weak_dynamic_indices  # pyright: ignore[reportAttributeAccessIssue]
+        for t, name in marks:
+            vars(t).pop(name, None)
 
 
 _RAISED = "Developer debug context: raised exception "
