@@ -39,7 +39,9 @@ class StretchCompiler:
             tuple(self._part(part, bodies, traced, slot_of) for part in _without_attended(parts, program, slot_of))
             for parts in program.before
         )
-        return replace(program, before=before, recomputes=tuple(any(map(needs_gradients, parts)) for parts in before))
+        # Of what a compiled stretch makes, what lets go of it at once would have to be handed out: nothing rests.
+        recomputes = tuple(any(map(needs_gradients, parts)) for parts in before)
+        return replace(program, before=before, recomputes=recomputes, variants=[])
 
     def _part(
         self, part: Again | Instruction, bodies: set[fx.Node], traced: TracedModule, slot_of: Mapping[fx.Node, int]
@@ -62,7 +64,7 @@ def _without_attended(
     parts: tuple[Again | Instruction, ...], program: Program, slot_of: Mapping[fx.Node, int]
 ) -> Iterator[Again | Instruction]:
     """The parts, with what brings a tape or draws between stretches: a compiled call could not tell where it begins."""
-    stretches = Stretches(program.traced, slot_of)
+    stretches = Stretches(program.traced, slot_of, program.rests)
     for part in parts:
         if isinstance(part, Again) and part.attended:
             others = {n for what, n in part.instructions if what is Do.RUN_AGAIN} - part.attended

@@ -100,6 +100,7 @@ class Execution:
         self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
         self.output_versions: dict[int, list[int]] = {}
         self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
+        self.keeper: weakref.ref[Keeper] | None = None  # while something rests
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.num_done = 0  # of program.busy
         self.lock = threading.RLock()
@@ -206,6 +207,7 @@ class Execution:
     def _advance(self, target: int) -> None:
         program = self.program
         try:
+            self._is_ambient_same()
             if target < self.position:
                 self._start_over()
             while (place := program.busy[self.num_done]) <= target:
@@ -217,6 +219,8 @@ class Execution:
                 else:
                     self._follow(program.before[place])
             self.position = target
+            if self.keeper is not None and target >= program.rests.last_fill and (keeper := self.keeper()) is not None:
+                keeper.execution = self.keeper = None
         except BaseException:
             self.forget()
             self.position = len(program.backwards)  # whatever comes next starts over
@@ -229,7 +233,7 @@ class Execution:
             for what, n in self.program.forward:
                 if what is Do.RUN or what is Do.RUN_AGAIN:
                     self.run_again(n, with_tape=self.steps[n].is_hooked)
-                elif what is Do.DROP or what is Do.SLEEP:
+                elif what in (Do.DROP, Do.SLEEP, Do.REST):
                     self.drop(n)
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
@@ -287,6 +291,9 @@ class Execution:
         task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if task == -1 or task != self.task:
             self.task, self.is_same = task, self.ambient.is_current()
+            if task != -1 and torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
+                del self.program.variants[1:]  # what rests once stays, then, when it has been filled
+                self.program.variants.extend(self.program.variants[:1])
         return self.is_same
 
     def _recomputing(self) -> Recomputing:
@@ -323,6 +330,8 @@ class Execution:
             for slot, value in zip(step.outputs, made, strict=True):
                 self.values[slot] = leaf_of(value)
                 self.output_versions.pop(slot, None)
+            for tensor in self.program.rests.filled.get(n, ()):
+                tensor.fill(self.values, self.values[step.outputs[0]])
 
     def _conditions(self, n: int, step: Step) -> Any:
         """What an operation reads when it runs again: outside, the values of its first run."""
@@ -363,8 +372,24 @@ class Execution:
         self.tapes.clear()
 
 
-def arrive_before(reference: weakref.ref[Execution], n: int, _gradients: Any) -> None:
-    """The backward of `n` begins."""
-    execution = reference()
-    if execution is not None:  # else no backward of it reads anything any more
-        execution.arrive(n)
+class Keeper:
+    """By which a backward that tells that it begins finds its execution; autograd's graph holds it.
+
+    Attributes:
+        execution: While something rests, which nothing else would fill.
+        reference: To it, from then on.
+    """
+
+    __slots__ = ("__weakref__", "execution", "reference")
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution: Execution | None = None
+        self.reference = weakref.ref(execution)
+        if execution.program.rests.filled:
+            self.execution, execution.keeper = execution, weakref.ref(self)
+
+    def arrive_before(self, n: int, _gradients: Any) -> None:
+        """The backward of `n` begins."""
+        execution = self.reference()
+        if execution is not None:  # else no backward of it reads anything any more
+            execution.arrive(n)

@@ -6,7 +6,6 @@ its backward runs as it is; of the others autograd gets references.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -29,10 +28,10 @@ from ..operations.saved_tensors import (
     storage_key,
     tensors_of,
 )
-from .executor import Execution, Reference, Watch, arrive_before
+from .executor import Execution, Keeper, Reference, Watch
 from .instructions import Do
 from .learning import Learning
-from .program import Place, Program, SlotOf
+from .program import Place, Program, SlotOf, with_rests
 
 _OUTSIDE = Place(ExternalRef())
 _BACKWARD = -1  # holds a tensor in place of an operation
@@ -46,6 +45,7 @@ def run_forward(program: Program, values: list[Any], watch: Watch | None = None)
         values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
         watch: Is told of every run.
     """
+    program = program.variants[-1] if program.variants else program
     return _Forward(Execution(program, values, watch)).run()
 
 
@@ -75,7 +75,7 @@ class _Forward:
     def __init__(self, execution: Execution) -> None:
         self.execution, self.program, self.values = execution, execution.program, execution.values
         is_known = len(self.program.learned) == len(self.program.hooked)
-        self.packing = _Packing()
+        self.packing, self.keeper = _Packing(), Keeper(execution)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, execution.unpack)
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
@@ -111,10 +111,17 @@ class _Forward:
                         self.execution.tapes.pop(n, None)
                     elif what is Do.SLEEP:
                         self._sleep(n)
+                    elif what is Do.REST:
+                        (slot,) = program.steps[n].outputs
+                        program.rests.tensors[n].rest(values, values[slot])
+                        self.execution.drop(n)
                     else:
                         self._revive(n)
                         if learns is not None:
                             learns.note(n)
+            if learns is not None and program.variants == [program]:
+                rests = learns.rests([values[slot] for slot in program.returned])
+                program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._leave_autograd()
         except BaseException:
             self._stop()
@@ -128,10 +135,13 @@ class _Forward:
 
     def _leave_autograd(self) -> None:
         """From here on the table must not hold the autograd graph that holds the table."""
-        values = self.values
-        for slot in self.program.left:
-            if (value := values[slot]) is not None:
-                values[slot] = leaf_of(value)
+        values, program = self.values, self.program
+        for n in program.left:
+            for slot in program.steps[n].outputs:
+                if (value := values[slot]) is not None:
+                    values[slot] = leaf_of(value)
+                    if n in program.rests.tensors:
+                        program.rests.tensors[n].rest(values, value)
         for slot in self.program.returned:
             if values[slot] is not None:
                 self.execution.output_versions[slot] = [t._version for t in tensors_of([values[slot]])]
@@ -293,7 +303,7 @@ class _Forward:
         before = [t.grad_fn for t in tensors_of(self.values[i] for i in self.program.steps[n].inputs)]
         for leaf in leaves:
             if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
-                leaf.grad_fn.register_prehook(partial(arrive_before, weakref.ref(self.execution), n))
+                leaf.grad_fn.register_prehook(partial(self.keeper.arrive_before, n))
 
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,6 +23,7 @@ class Do(IntEnum):
     DROP_TAPE = 3
     SLEEP = 4  # the output gives up its memory, to be filled again within the forward
     COMPUTE = 5  # a constant
+    REST = 6  # the table lets go of the output, and it gives up its memory, to be filled again before a backward
 
 
 Instruction = tuple[Do, int]
@@ -75,24 +76,33 @@ class Order:
         return cls(tuple(first_runs), tuple(backwards), tuple(place), frozenset(revived), split)
 
 
-def hooked_operations(schedule: Schedule, graph: Graph, order: Order) -> frozenset[int]:
+def hooked_operations(
+    schedule: Schedule, graph: Graph, order: Order, resting: Collection[int] = frozenset()
+) -> frozenset[int]:
     """The operations whose saved values are not all there, without a gap, from the first run to the backward.
 
     A value may be gone before the run that saves it: what reads an item of a tuple saves the tuple's memory. Where
     outputs are put to sleep, a view is emptied with its base, and with it what saved the view.
+
+    Args:
+        schedule: What is discarded, and when.
+        graph: What each backward reads.
+        order: That of the schedule.
+        resting: Outputs that may go without hooks where autograd holds them as they are, see `resting.resting_program`.
     """
     there: set[int] = set()
     has_run: set[int] = set()
     done: set[int] = set()
     found: set[int] = set()
+    saved = [{i for i in node.saved if i not in resting or i not in node.held} for node in graph.nodes]
     readers: dict[int, list[int]] = {}
-    for n, node in enumerate(graph.nodes):
-        for j in node.saved:
+    for n, read in enumerate(saved):
+        for j in read:
             readers.setdefault(j, []).append(n)
     for position, (kind, n) in enumerate(schedule):
         if kind == "F":
             there.add(n)
-            if n not in has_run and not there.issuperset(graph.nodes[n].saved):
+            if n not in has_run and not there.issuperset(saved[n]):
                 found.add(n)
             has_run.add(n)
         elif kind == "B":

@@ -1,11 +1,13 @@
-"""Where the saved tensors of an operation belong: found out in a first execution, by the storages that live then."""
+"""What a first execution finds out: where saved tensors belong, by the storages that live then, and what can rest."""
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ..operations.evaluation import slots
@@ -19,7 +21,10 @@ from ..operations.saved_tensors import (
     storage_owners,
     tensors_of,
 )
+from .flow import Flow
+from .instructions import Order
 from .program import ELSEWHERE, TAPE, Place, Places, Program
+from .resting import EMPTY_SHAPE, Form, Rests, rests_of
 
 
 class Learning:
@@ -36,13 +41,50 @@ class Learning:
         self.leaves: list[list[Leaf]] = [[] for _ in program.steps]
         self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
         self.slot_of = slots(program.traced)
-        self.external = {key for t in tensors_of(values[:num_given]) if (key := storage_key(t)) is not None}
+        self.given = tensors_of(values[:num_given])
+        self.external = {key for t in self.given if (key := storage_key(t)) is not None}
+        self.ends: dict[int, set[Any]] = {}  # the nodes of autograd that made the outputs
+        self.forms: dict[int, Form] = {}
+        self.devices: set[torch.device] = set()  # of what has gradients
+        self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
         outputs = self.program.steps[n].outputs
-        self.leaves[n] = [Leaf.of(t) for t in tensors_of(self.values[slot] for slot in outputs)]
+        tensors = tensors_of(self.values[slot] for slot in outputs)
+        self.leaves[n] = [Leaf.of(t) for t in tensors]
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
+        self.ends[n] = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        self.devices |= {t.device for t in tensors if t.requires_grad}
+        if len(outputs) == 1 and (form := self._form(n, self.values[outputs[0]])) is not None:
+            self.forms[n] = form
+
+    def _form(self, n: int, output: Any) -> Form | None:
+        """What the only output of an operation is, if that is a plain tensor, and its storage that of one."""
+        root = self.program.graph.roots[n]
+        if type(output) is not Tensor or output.numel() < 2 or len(self.program.steps[root].outputs) != 1:
+            return None
+        key, own = storage_key(output), self.leaves[n][0]
+        for leaf, (slot, part) in zip(self.leaves[root], self.homes[root], strict=True):
+            if slot != ELSEWHERE and leaf.key == key and leaf.dtype == own.dtype and not leaf.is_lazy | own.is_lazy:
+                kind = output.dtype, output.device
+                if kind not in self._empty:
+                    self._empty[kind] = torch.empty(EMPTY_SHAPE, dtype=kind[0], device=kind[1])
+                return Form(part, own.geometry != leaf.geometry, self._empty[kind])
+        return None
+
+    def rests(self, returned: Iterable[Any]) -> Rests:
+        """What can rest in further calls, once the forward has run: nothing where threads of two devices run it.
+
+        Args:
+            returned: What the caller gets.
+        """
+        if len(self.devices) > 1 or self.program.kinds[0].is_fake:
+            return Rests()
+        program = self.program
+        flow = Flow(self.ends, self.given, (t for t in tensors_of(returned) if t.grad_fn is not None))
+        order = Order.of(program.traced, program.schedule)
+        return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
 
     def places(self, n: int, saved: list[Tensor]) -> Places:
         """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""

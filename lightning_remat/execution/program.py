@@ -29,6 +29,7 @@ from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
+from .resting import Rests
 from .stretches import Again, Stretches, indifferent_operations
 
 ELSEWHERE, TAPE = -1, -2
@@ -162,11 +163,12 @@ class Program:
     Attributes:
         traced: The operations.
         schedule: The actions.
+        graph: The profile of the operations.
         steps: One for each operation.
         made: The places of all outputs.
-        left: Those of outputs that the forward leaves in the table.
+        left: The operations whose outputs the forward leaves in the table.
         returned: Those of outputs that the caller gets.
-        num_slots: How many values there are; those of the placeholders come first.
+        num_slots: How many places the table has: those of the placeholders come first, those of what rests last.
         fetched: Values that the graph holds itself: slot and value.
         constants: How each is computed, and its slot.
         forward: What the forward does.
@@ -181,6 +183,8 @@ class Program:
         hooked: The operations of which autograd gets references.
         revived: The operations that run again before the first backward.
         result: What the caller gets: slots in place of fx nodes.
+        rests: What gives up its memory in place.
+        variants: The program in which nothing rests, and once it has run the one by which further calls run.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
         kinds: Of the values of its placeholders, once it has run.
@@ -188,6 +192,7 @@ class Program:
 
     traced: TracedModule
     schedule: Schedule
+    graph: Graph
     steps: tuple[Step, ...]
     made: tuple[int, ...]
     left: tuple[int, ...]
@@ -206,6 +211,8 @@ class Program:
     hooked: frozenset[int]
     revived: frozenset[int]
     result: Any
+    rests: Rests
+    variants: list[Program]
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
@@ -229,13 +236,25 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     Raises:
         ScheduleError: Backwards are not in autograd's order, the reverse of that of the first runs.
     """
+    program = _compiled(traced, schedule, graph, Rests(), [])
+    program.variants.append(program)
+    return program
+
+
+def with_rests(program: Program, rests: Rests) -> Program:
+    """The same program, in which something rests; what its steps learn is its own."""
+    return _compiled(program.traced, program.schedule, program.graph, rests, program.variants)
+
+
+def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Rests, variants: list[Program]) -> Program:
     order = Order.of(traced, schedule)
     slot_of = slots(traced)
-    hooked = hooked_operations(schedule, graph, order)
+    hooked = hooked_operations(schedule, graph, order) - rests.operations
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after)
     runs_again = [{n for what, n in before if what is Do.RUN_AGAIN} for before in lines.before]
-    announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again}
+    announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again} | rests.told
+    forward = tuple((Do.REST if what is Do.DROP and n in rests.tensors else what, n) for what, n in lines.forward)
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = Counter(n for kind, n in schedule if kind == "F")
     taped = _discarded_tapes(schedule)
@@ -251,7 +270,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         )
         for n in range(len(traced.operations))
     )
-    stretches = Stretches(traced, slot_of)
+    stretches = Stretches(traced, slot_of, rests)
     again = {
         n for n, step in enumerate(steps) if step.is_plain_again and not any(steps[m].is_output for m in step.producers)
     }
@@ -265,16 +284,17 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     return Program(
         traced,
         schedule,
+        graph,
         steps,
         tuple(slot for step in steps for slot in step.outputs),
-        tuple(slot for n in _left(lines.forward) for slot in steps[n].outputs),
+        tuple(_left(forward)),
         tuple(slot for step in steps if step.is_output for slot in step.outputs),
-        len(slot_of),
+        len(slot_of) + len(rests.tensors),
         tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants,
-        lines.forward,
+        forward,
         stretches.of_forward(
-            lines.forward,
+            forward,
             {n for n, step in enumerate(steps) if step.is_plain},
             {n for n, step in enumerate(steps) if step.is_attended},
         ),
@@ -287,6 +307,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
         hooked,
         order.revived,
         map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
+        rests,
+        variants,
     )
 
 
@@ -333,7 +355,7 @@ def _left(forward: Iterable[Instruction]) -> list[int]:
     for what, n in forward:
         if what is Do.RUN or what is Do.RUN_AGAIN:
             found[n] = None
-        elif what is Do.DROP or what is Do.SLEEP:
+        elif what in (Do.DROP, Do.SLEEP, Do.REST):
             found.pop(n, None)
     return list(found)
 

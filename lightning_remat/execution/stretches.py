@@ -8,10 +8,11 @@ from itertools import groupby
 
 from torch import fx
 
-from ..operations.evaluation import Item, Stretch, TapeOf, compile_stretch
+from ..operations.evaluation import Item, Parting, Stretch, TapeOf, compile_stretch
 from ..operations.indifferent import is_indifferent
 from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
+from .resting import Rests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +44,11 @@ class Stretches:
     Args:
         traced: The operations.
         slot_of: The place of each value in the table.
+        rests: What rests.
     """
 
-    def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> None:
-        self.traced, self.slot_of = traced, slot_of
+    def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int], rests: Rests) -> None:
+        self.traced, self.slot_of, self.rests = traced, slot_of, rests
 
     def of_forward(
         self, forward: Iterable[Instruction], plain: Collection[int], attended: Collection[int]
@@ -126,10 +128,17 @@ class Stretches:
                 items += [self.slot_of[p] for p in self.traced.operations[n].outputs]
             elif what is Do.DROP_TAPE:
                 items.append(TapeOf(n))
+            elif what is Do.REST:
+                (output,) = self.traced.operations[n].outputs
+                items.append(Parting(self.slot_of[output], self.rests.tensors[n].rest))
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
-        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, is_recorded=is_recorded)
+        filled = Rests().filled if is_first else self.rests.filled
+        told = {self.traced.operations[n].name: [t.fill for t in tensors] for n, tensors in filled.items()}
+        return compile_stretch(
+            items, self.slot_of, is_first=is_first, attended=numbers, told=told, is_recorded=is_recorded
+        )
 
 
 def indifferent_operations(
@@ -155,4 +164,4 @@ def indifferent_operations(
 
 def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:
     what, n = instruction
-    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE) or (what is run and n in plain)
+    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST) or (what is run and n in plain)

@@ -52,7 +52,24 @@ class TapeOf:
     number: int
 
 
-Item = Operation | fx.Node | int | TapeOf
+Told = Callable[[list[Any], Any], None]
+"""Is told the table of values and one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A slot to let go of.
+
+    Attributes:
+        slot: Its number.
+        told: Is told the value before.
+    """
+
+    slot: int
+    told: Told
+
+
+Item = Operation | fx.Node | int | TapeOf | Parting
 """Of a stretch: an operation to run, a constant (a node without tensors) to compute, a slot or a tape to let go of."""
 
 
@@ -110,6 +127,7 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
+    told: Mapping[str, Iterable[Told]] = MappingProxyType({}),
     is_recorded: bool = True,
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
@@ -121,11 +139,13 @@ def compile_stretch(
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
+        told: Who is told what operations have made, by their names: those that have one output.
         is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
     """
     stretch = list(stretch)
     seen = {n for item in stretch if isinstance(item, Operation) and item.name in attended for n in _seen_by(item)}
-    last_drop = {item: position for position, item in enumerate(stretch) if isinstance(item, int)}
+    drops = ((_dropped(item), position) for position, item in enumerate(stretch))
+    last_drop = {slot: position for slot, position in drops if slot is not None}
     writer = _Writer(slot_of)
     body: list[str] = []
     for position, item in enumerate(stretch):
@@ -134,6 +154,9 @@ def compile_stretch(
             continue
         if isinstance(item, TapeOf):
             body.append(f"tapes.pop({item.number}, None)")
+            continue
+        if isinstance(item, Parting):
+            body += [f"{writer.constant(item.told)}(v, {writer.value_in(item.slot)})", writer.forget(item.slot)]
             continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
@@ -145,6 +168,8 @@ def compile_stretch(
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
             body.append(f"del {', '.join(temporary)}")
+        if isinstance(item, Operation):
+            body += [f"{writer.constant(t)}(v, {writer.locals[outputs[0]]})" for t in told.get(item.name, ())]
         if number is not None and not is_first:
             body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
             continue
@@ -155,6 +180,10 @@ def compile_stretch(
         body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in outputs if n in writer.tabled]
         body += [] if number is None else [f"attendant.end({number})"]
     return writer.function(body or ["pass"], "stretch")
+
+
+def _dropped(item: Item) -> int | None:
+    return item.slot if isinstance(item, Parting) else item if isinstance(item, int) else None
 
 
 def _without_doubles(writer: _Writer, outputs: Sequence[fx.Node]) -> Iterable[str]:
@@ -204,9 +233,17 @@ class _Writer:
         exec(compile(source, f"<{name}>", "exec"), self.namespace)
         return self.namespace["run"]
 
+    def value_in(self, slot: int) -> str:
+        """The name of a value: a local one, or in the table."""
+        local = self._local_in(slot)
+        return f"v[{slot}]" if local is None else self.locals[local]
+
+    def _local_in(self, slot: int) -> fx.Node | None:
+        return next((n for n in self.locals if self.slot_of.get(n) == slot), None)
+
     def forget(self, slot: int) -> str:
         """The line that lets go of a value."""
-        local = next((n for n in self.locals if self.slot_of.get(n) == slot), None)
+        local = self._local_in(slot)
         gone = [] if local is None else [f"del {self.locals.pop(local)}"]
         return "; ".join(gone if local is not None and local not in self.tabled else [*gone, f"v[{slot}] = None"])
 

@@ -153,6 +153,30 @@ def classify(
     return sources
 
 
+def held_tensors(results: Iterable[Tensor]) -> list[Tensor] | None:
+    """The tensors that autograd holds for the backwards of the operation that made these, as it hands them over.
+
+    What it holds as it was given is the same object here; of an operation's own result, and of a view that a kernel
+    made of what it was given, it holds another. None where a function of the user's decides what is held.
+
+    Args:
+        results: Made from leaves, outside saved-tensor hooks.
+    """
+    found: list[Tensor] = []
+    stack: list[Any] = [t.grad_fn for t in results]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        seen.add(node)
+        found += tensors_of(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
 def rebuilt(leaf: Tensor, geometry: Geometry | None) -> Tensor:
     """The saved tensor, from the output tensor that owns its storage."""
     if geometry is None:

@@ -313,6 +313,7 @@ def _moved(node: Node, prefix: str, start: int) -> Node:
         name=f"{prefix}.{node.name}" if prefix else node.name,
         inputs=move(node.inputs),
         saved=move(node.saved),
+        held=move(node.held),
         storage_of=None if node.storage_of is None else node.storage_of + start,
         shares_gradient=None if node.shares_gradient is None else move(node.shares_gradient),
     )

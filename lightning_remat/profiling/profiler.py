@@ -21,9 +21,20 @@ from ..measure.meter import measure_growth
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
+from ..operations.functions import may_keep_what_it_reads
 from ..operations.module_hooks import silent
 from ..operations.operation import TracedModule
-from ..operations.saved_tensors import Leaf, OutputRef, TapeRef, classify, storage_key, storage_owners, tensors_of
+from ..operations.saved_tensors import (
+    Leaf,
+    OutputRef,
+    Source,
+    TapeRef,
+    classify,
+    held_tensors,
+    storage_key,
+    storage_owners,
+    tensors_of,
+)
 from ..schedules.graph import Graph, Node
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
@@ -118,7 +129,7 @@ def profile_call(
                 profiler.measure(n)
             profiler.start_over()
         nodes = [profiler.measure(n) for n in range(len(traced.operations))]
-        nodes = profiler.owners.settled(nodes)
+        nodes = profiler.owners.settled(profiler.held_by_autograd_alone(nodes))
         if fake is None:
             nodes = Timing(runs, nodes, device, profiler.probe).timed(repeats)
     return Graph(
@@ -176,6 +187,7 @@ class _Profiler:
             kind=operation.kind,
             inputs=operation.inputs,
             saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
+            held=self._held(n, inputs, sources),
             output_bytes=output_bytes,
             tape_bytes=tape_bytes,
             forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
@@ -193,6 +205,32 @@ class _Profiler:
             node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
         self.runs.keep(n, values)
         return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
+
+    def _held(self, n: int, inputs: dict[fx.Node, Any], sources: list[Source]) -> tuple[int, ...]:
+        """The operations of whose saved outputs autograd holds the tensors that were read, and no others."""
+        saved = [source for source in sources if isinstance(source, OutputRef) and source.operation != n]
+        if not saved:
+            return ()
+        held = held_tensors(tensors_of(self.runs.run_timed(n, inputs, None)))
+        if held is None or len(held) != len(sources):
+            return ()
+        read = {id(t) for i, value in inputs.items() if i in self.traced.producer for t in tensors_of([value])}
+        owners = storage_owners(self.operations, self.runs.leaves, n)
+        others = {
+            owner[0] for t in held if id(t) not in read and (owner := owners.get(storage_key(t) or 0)) is not None
+        }
+        return tuple(sorted({source.operation for source in saved} - others))
+
+    def held_by_autograd_alone(self, nodes: list[Node]) -> list[Node]:
+        """The nodes, without what a caller or a function's context may hold, too, in their `held`."""
+        roots = list(range(len(nodes)))
+        for n, node in enumerate(nodes):
+            roots[n] = n if node.storage_of is None else roots[node.storage_of]
+        elsewhere = {roots[n] for n in self.traced.outputs}
+        for operation in self.operations:
+            if any(map(may_keep_what_it_reads, operation.parts)):
+                elsewhere.update(roots[i] for i in operation.inputs)
+        return [replace(node, held=tuple(i for i in node.held if i not in elsewhere)) for node in nodes]
 
     def _scratch_bytes(self, n: int) -> int:
         """A recomputation writes into copies of the buffers that the first run wrote."""

@@ -150,13 +150,14 @@ def _repeats_itself(module: nn.Module, run: Run, plain: Outcome | None) -> bool:
 @contextmanager
 def _unlearned(module: nn.Module) -> Generator[None]:
     """What programs learn inside, from a step of another size, is forgotten."""
-    before = [(program, dict(program.learned)) for program in programs_in(module)]
+    before = [(program, dict(program.learned), list(program.variants)) for program in programs_in(module)]
     try:
         yield
     finally:
-        for program, learned in before:
+        for program, learned, variants in before:
             program.learned.clear()
             program.learned.update(learned)
+            program.variants[:] = variants
 
 
 def _unlike(plain: Outcome | None, other: Outcome | None) -> str | None:

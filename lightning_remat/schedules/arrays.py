@@ -33,6 +33,7 @@ class GraphArrays(NamedTuple):
     read: Small
     saved_start: Small  # [n + 1], what a backward reads
     saved: Small
+    is_held: Flags  # of each entry of `saved`, whether autograd holds the tensors that the operation returned
     member_start: Small  # [n + 1], for each root itself and the views of it
     member: Small
 
@@ -56,6 +57,7 @@ def graph_arrays(graph: Graph) -> GraphArrays:
         np.array([n in graph.outputs for n in range(len(nodes))], np.uint8),
         *rows(graph.reads[n] for n in range(len(nodes))),
         *rows(node.saved for node in nodes),
+        np.array([i in node.held for node in nodes for i in dict.fromkeys(node.saved)], np.uint8),
         *rows(members),
     )
 

@@ -131,10 +131,11 @@ def _num_tapes(arrays: GraphArrays, codes: Small) -> Ints:
 
 @njit
 def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
-    """Of which operations something that their backward reads is not there all the time from their first run on."""
+    """To which operations hooks hand over what they save: something of it is not there all the time, nor rests."""
     count = len(arrays.root)
     first_run, output_gone, tape_gone = np.full(count, -1), np.full(count, -1), np.full(count, -1)  # at which action
     is_there, found = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    rests = _resting(arrays, codes)
     for at in range(len(codes)):
         n, kind = codes[at] >> 2, codes[at] & 3
         if kind == DISCARD:
@@ -147,12 +148,36 @@ def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
             if first_run[n] < 0:
                 first_run[n] = at
                 for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
-                    found[n] = found[n] or not is_there[arrays.saved[k]]
+                    i = arrays.saved[k]
+                    found[n] = found[n] or not (is_there[i] or (rests[i] and arrays.is_held[k]))
         else:
             found[n] = found[n] or tape_gone[n] > first_run[n]
             for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
-                found[n] = found[n] or output_gone[arrays.saved[k]] > first_run[n]
+                i = arrays.saved[k]
+                found[n] = found[n] or (output_gone[i] > first_run[n] and not (rests[i] and arrays.is_held[k]))
     return found
+
+
+@njit
+def _resting(arrays: GraphArrays, codes: Small) -> Flags:
+    """As `uses.resting`."""
+    count = len(arrays.root)
+    runs, is_gone = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    is_forward, missing = True, count
+    for at in range(len(codes)):
+        n, kind = codes[at] >> 2, codes[at] & 3
+        if kind == RUN:
+            if runs[n] > 0 and is_forward:
+                if missing > 0:
+                    return np.zeros(count, np.bool_)
+                is_forward = False
+            missing -= 1 if runs[n] == 0 else 0
+            runs[n] += 1
+        elif kind == BACKWARD:
+            is_forward = False
+        elif kind == DISCARD and is_forward:
+            is_gone[n] = True
+    return is_gone & (runs == 2)
 
 
 @njit

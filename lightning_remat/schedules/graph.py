@@ -37,6 +37,8 @@ class Node:
         kind: The operation: `conv2d`, `batch_norm`, `relu`, `add`; a fused node joins its parts with `+`.
         inputs: The nodes whose output the operation reads.
         saved: The nodes, itself included, whose *output* its backward reads.
+        held: Those of them of which autograd holds the very tensors that operations returned: these can give up their
+            memory, and be given it again, without hooks.
         output_bytes: Bytes of the output's storage; 0 for a view.
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
@@ -71,6 +73,7 @@ class Node:
     kind: str = ""
     inputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     output_bytes: int = field(default=0, metadata=_BYTES)
     tape_bytes: int = field(default=0, metadata=_BYTES)
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
@@ -210,14 +213,14 @@ class Graph:
         """This graph with prices of single runs alone, for planners that know no others; itself where it has no others.
 
         A run again has that of the hooks of all that save its output, which is too much where they save others that
-        are discarded, too, and that of its tape.
+        are discarded, too, or where they need none (see `uses.resting`), and that of its tape.
         """
         if not any(node.stretch_price or node.tape_price or node.hook_price for node in self.nodes):
             return self
         prices = [node.rerun_price + node.tape_price for node in self.nodes]
         for node in self.nodes:
             for i in node.saved:
-                prices[i] += node.hook_price
+                prices[i] += 0.0 if i in node.held else node.hook_price
         nodes = (
             replace(node, rerun_price=price, stretch_price=0.0, tape_price=0.0, hook_price=0.0)
             for node, price in zip(self.nodes, prices, strict=True)
@@ -294,6 +297,7 @@ def _check_node(node: Node, index: int) -> None:
     for label, indices, limit in (
         ("inputs", node.inputs, index),
         ("saved", node.saved, index + 1),
+        ("held", node.held, index),
         ("shares_gradient", node.shares_gradient or (), index),
         ("storage_of", () if node.storage_of is None else (node.storage_of,), index),
     ):

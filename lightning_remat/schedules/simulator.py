@@ -10,6 +10,7 @@ from ..errors import ScheduleError
 from .gradients import GradientMemory
 from .graph import Graph
 from .schedule import ActionKind, Schedule, mark
+from .uses import resting
 
 Gradients = Literal["fresh", "kept"]
 
@@ -102,11 +103,13 @@ class Replay(GradientMemory):
         self.output: list[int | None] = [None] * count  # storage of the resident output
         self.tape = [False] * count
         self.has_run = [False] * count
-        self.is_saved = [True] * count  # whether all that its backward reads has been there from its first run on
+        self.is_saved = [True] * count  # whether hooks need not hand over what its backward reads
         self.is_done = [False] * count
-        self.savers: list[list[int]] = [[] for _ in graph.nodes]  # whose backward reads an output
-        for n, node in enumerate(graph.nodes):
-            for i in node.saved:
+        rest = resting(graph, schedule)
+        self.by_hooks = [[i for i in node.saved if i not in rest or i not in node.held] for node in graph.nodes]
+        self.savers: list[list[int]] = [[] for _ in graph.nodes]  # whom hooks hand over an output that goes
+        for n, saved in enumerate(self.by_hooks):
+            for i in saved:
                 self.savers[i].append(n)
         self.pending_users = [len(u) for u in graph.users]
         self.held_output: dict[int, int] = {}  # outputs of the graph that the caller holds: node -> storage
@@ -169,7 +172,7 @@ class Replay(GradientMemory):
             seconds += node.rerun_price + (0.0 if self.is_running_again else node.stretch_price)
             seconds += node.tape_price if brings_tape else 0.0
             self.recompute_seconds.append(seconds)
-        elif any(self.output[i] is None for i in node.saved):  # of a tuple that has gone, whose item it reads
+        elif any(self.output[i] is None for i in self.by_hooks[n]):  # of a tuple that has gone, whose item it reads
             self.is_saved[n] = False
         self.is_running_again = self.has_run[n]
         self.seconds.append(seconds)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .arrays import GraphArrays
 from .compiled import Flags, Ints, njit
 from .graph import Graph
+from .schedule import Schedule
 
 
 def readers(graph: Graph) -> list[list[int]]:
@@ -37,6 +39,29 @@ def _inverted(lists: Iterable[Iterable[int]]) -> list[list[int]]:
 def saved_roots(graph: Graph) -> set[int]:
     """The nodes whose storage some backward reads."""
     return {graph.roots[i] for node in graph.nodes for i in node.saved}
+
+
+def resting(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """The nodes whose output is discarded once all have run, or before, and runs once more, in the backward.
+
+    Where autograd holds the very tensors, they are empty in between; there is no state but these two, whatever order
+    backwards run in. None where something runs again within the forward, whose outputs are emptied for other readers.
+    """
+    runs: Counter[int] = Counter()
+    gone: set[int] = set()
+    is_forward = True
+    for kind, n in schedule:
+        if kind == "F":
+            if n in runs and is_forward:
+                if len(runs) < len(graph.nodes):
+                    return frozenset()
+                is_forward = False
+            runs[n] += 1
+        elif kind == "B":
+            is_forward = False
+        elif kind == "D" and is_forward:
+            gone.add(n)
+    return frozenset(n for n in gone if runs[n] == 2)
 
 
 def needed_runs(graph: Graph, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:

@@ -68,7 +68,7 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
 
 
 def priced(graph: Graph, rng: random.Random) -> Graph:
-    """Recomputations, stretches of them, tapes and hooks cost something beside their kernels."""
+    """Recomputations, stretches of them, tapes and hooks cost something beside their kernels; some need no hooks."""
     nodes = (
         replace(
             n,
@@ -76,7 +76,8 @@ def priced(graph: Graph, rng: random.Random) -> Graph:
             stretch_price=rng.choice([0.0, 5.0]),
             tape_price=rng.choice([0.0, 3.0]),
             hook_price=rng.choice([0.0, 2.0]),
+            held=tuple(i for i in n.saved if i < index and rng.random() < 0.5),
         )
-        for n in graph.nodes
+        for index, n in enumerate(graph.nodes)
     )
     return replace(graph, nodes=tuple(nodes))

@@ -231,6 +231,7 @@ def _alone(graph: Graph, stage: GraphStage, *, input_bytes: int) -> tuple[Graph,
                 name=f"{len(nodes)}",  # that of the network would tell equal blocks apart
                 inputs=tuple(place[i] for i in node.inputs),
                 saved=tuple(place[i] for i in node.saved),
+                held=tuple(place[i] for i in node.held),
                 storage_of=None if base is None else place.get(base, 0),
                 gradient_bytes=graph.gradient_bytes(n),
                 shares_gradient=tuple(place[i] for i in graph.shares_gradient(n) if i in place),

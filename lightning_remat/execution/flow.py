@@ -1,0 +1,80 @@
+"""Which backwards have run when another one runs, whatever part of a graph autograd is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+Node = Any
+"""Of autograd's graph, for whose many kinds there is no one type."""
+
+
+class Flow:
+    """How gradients flow between operations, as autograd recorded it in a forward.
+
+    Autograd runs a backward if it is reached from what it is asked for, and leads to what is wanted. So the backward
+    of `a` has run before that of `b` if it leads there and all that reaches `b` from outside reaches `a`.
+
+    Args:
+        made: The nodes of the tensors that each operation made, in the order in which they ran.
+        given: What was there before.
+        returned: What leaves the graph.
+    """
+
+    def __init__(
+        self, made: Mapping[int, Collection[Node]], given: Iterable[Tensor], returned: Iterable[Tensor]
+    ) -> None:
+        self._ends: dict[int, list[Node]] = {}  # of an operation, the nodes through which gradients come
+        self._own: dict[int, list[Node]] = {}
+        home: dict[Node, int] = {t.grad_fn: -1 for t in given if t.grad_fn is not None}
+        for n, ends in made.items():
+            self._own[n] = _reached(ends, home, n)
+            self._ends[n] = [node for node in ends if home.get(node) == n]
+        self._number = {node: k for k, node in enumerate(node for ends in self._ends.values() for node in ends)}
+        self._above: dict[Node, int] = {}  # bit k: the end with that number leads to it, or is it
+        self._from: dict[Node, int] = {}  # bit k: what is returned as number k leads to it
+        for k, t in enumerate(returned):
+            self._from[t.grad_fn] = self._from.get(t.grad_fn, 0) | 1 << k
+        # What reads a value is made after it.
+        for node in sorted((n for own in self._own.values() for n in own), key=_age, reverse=True):
+            above = self._above.get(node, 0) | (1 << self._number[node] if node in self._number else 0)
+            self._above[node] = above
+            for following, _ in node.next_functions:
+                if following in home:
+                    self._above[following] = self._above.get(following, 0) | above
+                    self._from[following] = self._from.get(following, 0) | self._from.get(node, 0)
+
+    def is_one_node(self, n: int) -> bool:
+        """Whether the backward of an operation is a single one of autograd's."""
+        return len(self._ends[n]) == len(self._own[n]) == 1
+
+    def is_told(self, n: int) -> bool:
+        """Whether hooks can tell that the backward of an operation begins."""
+        return bool(self._ends[n])
+
+    def has_run_before(self, a: int, b: int) -> bool:
+        """Whether the backward of `a` has begun whenever any of that of `b` runs."""
+        ends = [(self._number[node], self._from.get(node, 0)) for node in self._ends[a]]
+        return all(
+            any(self._above[node] >> k & 1 and not self._from.get(node, 0) & ~source for k, source in ends)
+            for node in self._own[b]
+        )
+
+
+def _reached(nodes: Iterable[Node], home: dict[Node, int], n: int) -> list[Node]:
+    """The nodes from these on that are at home nowhere yet, which operation `n` has made; leaves are left out."""
+    found: list[Node] = []
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in home and node.next_functions:
+            home[node] = n
+            found.append(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def _age(node: Node) -> int:
+    return node._sequence_nr()

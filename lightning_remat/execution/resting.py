@@ -1,0 +1,149 @@
+"""Outputs that give up their memory in place, and get it again before their readers' backwards run: without hooks.
+
+Where autograd holds the very tensor that an operation returned, that tensor can be empty from its last reader in the
+forward until it is made again. A backward that ran in between would meet no values, so an output rests only where a
+backward that tells runs before each of these, whatever is differentiated. It rests once: later backwards of a retained
+graph find it filled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..operations.saved_tensors import Geometry, geometry_of
+from ..schedules.graph import Graph
+from ..schedules.schedule import Schedule
+from ..schedules.uses import resting
+from .flow import Flow
+from .instructions import Order, hooked_operations
+
+EMPTY_SHAPE = (0,) * 16
+"""Of what stands for a tensor that rests: with no shape of more than one element does it broadcast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor that an operation returned, as its one output.
+
+    Attributes:
+        part: In which item of the output that owns its storage it lies, where that is a tuple; -1 where it is a tensor.
+        is_view: Whether it is not that tensor itself, but a view of it.
+        empty: A tensor of its type, on its device, with no elements.
+    """
+
+    part: int
+    is_view: bool
+    empty: Tensor
+
+
+class Resting:
+    """A tensor in the storage of an output that rests.
+
+    Args:
+        place: Where executions note the tensor, in their tables.
+        form: What it is.
+    """
+
+    __slots__ = ("_count", "_empty", "_is_view", "_part", "place")
+
+    def __init__(self, place: int, form: Form) -> None:
+        self.place, self._part, self._is_view, self._empty = place, form.part, form.is_view, form.empty
+        self._count = -1  # of those that hold the tensor when it goes to rest, once that is known
+
+    def rest(self, values: list[Any], tensor: Tensor) -> None:
+        """The tensor gives up its memory, unless others hold it than did the first time: they might read it."""
+        count = cast(int, tensor._use_count())  # pyright: ignore
+        if self._count < 0:
+            self._count = count
+        if count == self._count:
+            values[self.place] = weakref.ref(tensor), geometry_of(tensor) if self._is_view else None
+            tensor.data = self._empty
+
+    def fill(self, values: list[Any], output: Any) -> None:
+        """Gives the tensor the memory of the output, which was made again, if it lives."""
+        noted: tuple[weakref.ref[Tensor], Geometry | None] | None = values[self.place]
+        if noted is None or (tensor := noted[0]()) is None:
+            return
+        tensor._fix_weakref()  # pyright: ignore
+        again: Tensor = output if self._part < 0 else output[self._part]
+        tensor.data = again if noted[1] is None else again.detach().as_strided(*noted[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Rests:
+    """What rests in a program.
+
+    Attributes:
+        operations: Those whose saved tensors need no hooks for it.
+        told: Those whose backwards tell that they begin, so that what rests is filled.
+        tensors: Of each operation whose output gives up its memory, that tensor.
+        filled: Of each operation that is made again, what rests in its storage and is read.
+        last_fill: The place among the backwards before which the last of them is made again.
+    """
+
+    operations: frozenset[int] = frozenset()
+    told: frozenset[int] = frozenset()
+    tensors: Mapping[int, Resting] = field(default_factory=dict[int, Resting])
+    filled: Mapping[int, tuple[Resting, ...]] = field(default_factory=dict[int, tuple[Resting, ...]])
+    last_fill: int = -1
+
+
+def rests_of(
+    graph: Graph, schedule: Schedule, order: Order, forms: Mapping[int, Form], flow: Flow, first: int
+) -> Rests:
+    """What can rest.
+
+    Args:
+        graph: The profile: what each backward reads, and what autograd holds of it.
+        schedule: A valid one.
+        order: That of the schedule.
+        forms: Of the operations that return one tensor.
+        flow: How gradients flow.
+        first: The first place of tables that is free.
+    """
+    resting_roots = {n for n in resting(graph, schedule) if graph.roots[n] == n}
+    hooked = set(hooked_operations(schedule, graph, order, resting_roots))
+    needs = dict[int, set[int]]()  # operation -> outputs that must be filled before its backward
+    for m in hooked_operations(schedule, graph, order) - hooked:
+        node = graph.nodes[m]
+        needs[m] = {r for r in node.held if r in resting_roots}
+        if any(graph.roots[i] in needs[m] and i not in forms for i in node.inputs):
+            hooked.add(m)
+    again = _places_again(schedule)
+    told = {n for place in again.values() if flow.is_told(n := order.backwards[place]) and n not in hooked}
+    for m in sorted(needs.keys() - hooked, key=order.place.__getitem__):
+        since = max(again[r] for r in needs[m])
+        between = order.backwards[since : order.place[m] + 1]
+        tells = (a for a in between if (flow.is_one_node(a) if a in hooked else flow.is_told(a)))
+        before = [a for a in tells if flow.has_run_before(a, m)]
+        if not before:
+            hooked.add(m)
+        elif not any(a in told or a in hooked for a in before):
+            told.add(before[0])
+    bare = needs.keys() - hooked
+    roots = {r for m in bare for r in needs[m]}
+    read = {i for m in bare for i in graph.nodes[m].inputs if graph.roots[i] in needs[m]}
+    family = [n for n, root in enumerate(graph.roots) if root in roots and n in forms]
+    tensors = {n: Resting(first + k, forms[n]) for k, n in enumerate(family)}
+    filled = {r: tuple(tensors[n] for n in family if n in read and graph.roots[n] == r) for r in roots}
+    return Rests(frozenset(bare), frozenset(told), tensors, filled, max((again[r] for r in roots), default=-1))
+
+
+def _places_again(schedule: Schedule) -> dict[int, int]:
+    """Before which backward each output is made again, for the last time."""
+    has_run: set[int] = set()
+    found: dict[int, int] = {}
+    place = 0
+    for kind, n in schedule:
+        if kind == "B":
+            place += 1
+        elif kind == "F" and n in has_run:
+            found[n] = place
+        elif kind == "F":
+            has_run.add(n)
+    return found
