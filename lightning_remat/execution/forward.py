@@ -300,10 +300,19 @@ class _Forward:
 
         One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
         """
-        before = [t.grad_fn for t in tensors_of(self.values[i] for i in self.program.steps[n].inputs)]
+        step, tell = self.program.steps[n], partial(self.keeper.arrive_before, n)
+        is_part = step.operation.view_of is not None
+        before = [t.grad_fn for t in tensors_of(self.values[i] for i in step.inputs)] if is_part else []
         for leaf in leaves:
-            if leaf.grad_fn is not None and not any(leaf.grad_fn is node for node in before):
-                leaf.grad_fn.register_prehook(partial(self.keeper.arrive_before, n))
+            node = leaf.grad_fn
+            if node is None or any(node is other for other in before):
+                continue
+            if step.is_output or leaf._backward_hooks is not None:  # pyright: ignore
+                node.register_prehook(tell)
+            else:
+                # As `register_hook`, which makes a handle as well.
+                leaf._backward_hooks = {0: tell}  # pyright: ignore
+                cast(Any, node)._register_hook_dict(leaf)
 
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..operations.evaluation import slots
 from ..operations.saved_tensors import (
@@ -47,6 +48,7 @@ class Learning:
         self.forms: dict[int, Form] = {}
         self.devices: set[torch.device] = set()  # of what has gradients
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._maker = cast("dict[Tensor, int]", WeakIdKeyDictionary())  # of tensors that are the only output
 
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
@@ -56,8 +58,15 @@ class Learning:
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
         self.ends[n] = {t.grad_fn for t in tensors if t.grad_fn is not None}
         self.devices |= {t.device for t in tensors if t.requires_grad}
-        if len(outputs) == 1 and (form := self._form(n, self.values[outputs[0]])) is not None:
-            self.forms[n] = form
+        is_one = len(outputs) == 1 and isinstance(self.values[outputs[0]], Tensor)
+        # Where several return one tensor, others still read it when the first is done: it rests for none of them.
+        others = {maker for t in tensors if (maker := self._maker.get(t)) is not None}
+        for maker in others:
+            self.forms.pop(maker, None)
+        if is_one:
+            self._maker[tensors[0]] = n
+            if not others and (form := self._form(n, tensors[0])) is not None:
+                self.forms[n] = form
 
     def _form(self, n: int, output: Any) -> Form | None:
         """What the only output of an operation is, if that is a plain tensor, and its storage that of one."""
@@ -70,8 +79,15 @@ class Learning:
                 kind = output.dtype, output.device
                 if kind not in self._empty:
                     self._empty[kind] = torch.empty(EMPTY_SHAPE, dtype=kind[0], device=kind[1])
-                return Form(part, own.geometry != leaf.geometry, self._empty[kind])
+                # A view that is the whole now is a part of a larger batch, perhaps.
+                is_itself = n == root or (part >= 0 and self._is_item(n, output))
+                return Form(part, not is_itself, self._empty[kind])
         return None
+
+    def _is_item(self, n: int, output: Tensor) -> bool:
+        """Whether an operation has taken its output out of a tuple that it read."""
+        read = (self.values[slot] for slot in self.program.steps[n].inputs)
+        return any(t is output for value in read if not isinstance(value, Tensor) for t in tensors_of([value]))
 
     def rests(self, returned: Iterable[Any]) -> Rests:
         """What can rest in further calls, once the forward has run: nothing where threads of two devices run it.

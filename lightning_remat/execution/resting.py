@@ -9,12 +9,13 @@ graph find it filled.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor
 
+from ..operations.evaluation import Constant
 from ..operations.saved_tensors import Geometry, geometry_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -47,31 +48,57 @@ class Resting:
     Args:
         place: Where executions note the tensor, in their tables.
         form: What it is.
+
+    Attributes:
+        count: Of those that hold the tensor when it goes to rest, once that is known; -1 before.
     """
 
-    __slots__ = ("_count", "_empty", "_is_view", "_part", "place")
+    __slots__ = ("_empty", "_is_view", "_part", "count", "place")
 
     def __init__(self, place: int, form: Form) -> None:
         self.place, self._part, self._is_view, self._empty = place, form.part, form.is_view, form.empty
-        self._count = -1  # of those that hold the tensor when it goes to rest, once that is known
+        self.count = -1
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
         """The tensor gives up its memory, unless others hold it than did the first time: they might read it."""
         count = cast(int, tensor._use_count())  # pyright: ignore
-        if self._count < 0:
-            self._count = count
-        if count == self._count:
-            values[self.place] = weakref.ref(tensor), geometry_of(tensor) if self._is_view else None
+        if self.count < 0:
+            self.count = count
+        if count == self.count:
+            reference = weakref.ref(tensor)
+            values[self.place] = (reference, geometry_of(tensor)) if self._is_view else reference
             tensor.data = self._empty
 
     def fill(self, values: list[Any], output: Any) -> None:
         """Gives the tensor the memory of the output, which was made again, if it lives."""
-        noted: tuple[weakref.ref[Tensor], Geometry | None] | None = values[self.place]
-        if noted is None or (tensor := noted[0]()) is None:
+        noted: Any = values[self.place]
+        if noted is None:
             return
-        tensor._fix_weakref()  # pyright: ignore
-        again: Tensor = output if self._part < 0 else output[self._part]
-        tensor.data = again if noted[1] is None else again.detach().as_strided(*noted[1])
+        reference, geometry = cast("tuple[weakref.ref[Tensor], Geometry]", noted) if self._is_view else (noted, None)
+        if (tensor := reference()) is not None:
+            tensor._fix_weakref()  # pyright: ignore
+            again: Tensor = output if self._part < 0 else output[self._part]
+            tensor.data = again if geometry is None else again.detach().as_strided(*geometry)
+
+    def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
+        """`rest` as lines of a function whose table of values is `v`."""
+        own = constant(self)
+        if self._is_view:
+            yield f"{own}.rest(v, {tensor})"
+        else:
+            yield f"if {tensor}._use_count() == {own}.count:"
+            yield f"    v[{self.place}] = {constant(weakref.ref)}({tensor}); {tensor}.data = {constant(self._empty)}"
+            yield f"else: {own}.rest(v, {tensor})"
+
+    def filling(self, constant: Constant, output: str) -> Iterator[str]:
+        """`fill` as such lines."""
+        if self._is_view or self._part >= 0:
+            yield f"{constant(self)}.fill(v, {output})"
+        else:
+            yield f"resting = v[{self.place}]"
+            yield "resting = resting and resting()"
+            yield f"if resting is not None: resting._fix_weakref(); resting.data = {output}"
+            yield "del resting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +155,8 @@ def rests_of(
     bare = needs.keys() - hooked
     roots = {r for m in bare for r in needs[m]}
     read = {i for m in bare for i in graph.nodes[m].inputs if graph.roots[i] in needs[m]}
-    family = [n for n, root in enumerate(graph.roots) if root in roots and n in forms]
+    # A view holds its base, too. Of what nobody reads nothing is left.
+    family = [n for n, root in enumerate(graph.roots) if n in forms and (n in read or (n == root and n in roots))]
     tensors = {n: Resting(first + k, forms[n]) for k, n in enumerate(family)}
     filled = {r: tuple(tensors[n] for n in family if n in read and graph.roots[n] == r) for r in roots}
     return Rests(frozenset(bare), frozenset(told), tensors, filled, max((again[r] for r in roots), default=-1))

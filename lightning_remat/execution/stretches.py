@@ -130,14 +130,14 @@ class Stretches:
                 items.append(TapeOf(n))
             elif what is Do.REST:
                 (output,) = self.traced.operations[n].outputs
-                items.append(Parting(self.slot_of[output], self.rests.tensors[n].rest))
+                items.append(Parting(self.slot_of[output], self.rests.tensors[n].resting))
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
         filled = Rests().filled if is_first else self.rests.filled
-        told = {self.traced.operations[n].name: [t.fill for t in tensors] for n, tensors in filled.items()}
+        after = {self.traced.operations[n].name: [t.filling for t in tensors] for n, tensors in filled.items()}
         return compile_stretch(
-            items, self.slot_of, is_first=is_first, attended=numbers, told=told, is_recorded=is_recorded
+            items, self.slot_of, is_first=is_first, attended=numbers, after=after, is_recorded=is_recorded
         )
 
 

@@ -52,8 +52,11 @@ class TapeOf:
     number: int
 
 
-Told = Callable[[list[Any], Any], None]
-"""Is told the table of values and one of them."""
+Constant = Callable[[Any], str]
+"""A name in the function that is written for a value that its source cannot spell."""
+
+Lines = Callable[[Constant, str], Iterable[str]]
+"""What the function does with a value of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,11 @@ class Parting:
 
     Attributes:
         slot: Its number.
-        told: Is told the value before.
+        lines: What is done with the value before.
     """
 
     slot: int
-    told: Told
+    lines: Lines
 
 
 Item = Operation | fx.Node | int | TapeOf | Parting
@@ -127,7 +130,7 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
-    told: Mapping[str, Iterable[Told]] = MappingProxyType({}),
+    after: Mapping[str, Iterable[Lines]] = MappingProxyType({}),
     is_recorded: bool = True,
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
@@ -139,7 +142,7 @@ def compile_stretch(
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
-        told: Who is told what operations have made, by their names: those that have one output.
+        after: What is done with what operations have made, by their names: those that have one output.
         is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
     """
     stretch = list(stretch)
@@ -156,7 +159,7 @@ def compile_stretch(
             body.append(f"tapes.pop({item.number}, None)")
             continue
         if isinstance(item, Parting):
-            body += [f"{writer.constant(item.told)}(v, {writer.value_in(item.slot)})", writer.forget(item.slot)]
+            body += [*item.lines(writer.constant, writer.value_in(item.slot)), writer.forget(item.slot)]
             continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
@@ -169,7 +172,8 @@ def compile_stretch(
         if temporary:
             body.append(f"del {', '.join(temporary)}")
         if isinstance(item, Operation):
-            body += [f"{writer.constant(t)}(v, {writer.locals[outputs[0]]})" for t in told.get(item.name, ())]
+            doing = after.get(item.name, ())
+            body += [line for lines in doing for line in lines(writer.constant, writer.locals[outputs[0]])]
         if number is not None and not is_first:
             body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
             continue
