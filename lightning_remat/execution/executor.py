@@ -34,7 +34,8 @@ from ..operations.saved_tensors import (
 from .attended import Attended
 from .instructions import Do, Instruction
 from .modified import modified
-from .program import TAPE, Kinds, Place, Program, Step
+from .places import TAPE, Place
+from .program import Kinds, Program, Step
 from .stretches import Again
 
 _version_of = attrgetter("_version")

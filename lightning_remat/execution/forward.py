@@ -31,7 +31,8 @@ from ..operations.saved_tensors import (
 from .executor import Execution, Keeper, Reference, Watch
 from .instructions import Do
 from .learning import Learning
-from .program import Place, Program, SlotOf, with_rests
+from .places import Place
+from .program import Program, SlotOf, with_rests
 
 _OUTSIDE = Place(ExternalRef())
 _BACKWARD = -1  # holds a tensor in place of an operation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,8 @@ from ..operations.saved_tensors import (
 )
 from .flow import Flow
 from .instructions import Order
-from .program import ELSEWHERE, TAPE, Place, Places, Program
+from .places import ELSEWHERE, TAPE, Place, Places
+from .program import Program
 from .resting import EMPTY_SHAPE, Form, Rests, rests_of
 
 
@@ -43,6 +44,7 @@ class Learning:
         self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
         self.slot_of = slots(program.traced)
         self.given = tensors_of(values[:num_given])
+        self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
         self.external = {key for t in self.given if (key := storage_key(t)) is not None}
         self.ends: dict[int, set[Any]] = {}  # the nodes of autograd that made the outputs
         self.forms: dict[int, Form] = {}
@@ -98,9 +100,27 @@ class Learning:
         if len(self.devices) > 1 or self.program.kinds[0].is_fake:
             return Rests()
         program = self.program
-        flow = Flow(self.ends, self.given, (t for t in tensors_of(returned) if t.grad_fn is not None))
+        flow = Flow(self.ends, self._given_nodes, self._left_from(tensors_of(returned)), self._savers())
         order = Order.of(program.traced, program.schedule)
         return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
+
+    def _left_from(self, returned: list[Tensor]) -> Generator[Any]:
+        """The nodes from which gradients come: of what the caller gets, and of what was given and is written.
+
+        Where the caller writes into a view, gradients come to its base, and not to the view that there was.
+        """
+        for t in (*returned, *self.given):
+            for node in (t.grad_fn, None if t._base is None else t._base.grad_fn):
+                if node is not None and node not in self._given_nodes:
+                    yield node
+
+    def _savers(self) -> dict[int, list[int]]:
+        """Of each operation, those whose backwards may hold what it made."""
+        found: dict[int, list[int]] = {n: [] for n in self.ends}
+        for n, node in enumerate(self.program.graph.nodes):
+            for i in (n, *node.inputs) if node.saved or node.tape_bytes else ():
+                found[i].append(n)
+        return found
 
     def places(self, n: int, saved: list[Tensor]) -> Places:
         """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""

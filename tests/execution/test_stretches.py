@@ -17,7 +17,8 @@ from lightning_remat import profile, trace
 from lightning_remat.execution.executor import Reference
 from lightning_remat.execution.forward import _Forward  # pyright: ignore[reportPrivateUsage]
 from lightning_remat.execution.instructions import Do
-from lightning_remat.execution.program import Place, Program, compile_schedule
+from lightning_remat.execution.places import Place
+from lightning_remat.execution.program import Program, compile_schedule
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again
 from lightning_remat.lowering import lower_kept

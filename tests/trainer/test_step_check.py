@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from untimed_planner import untimed
 
 from lightning_remat.execution.learning import Learning
-from lightning_remat.execution.program import Places
+from lightning_remat.execution.places import Places
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.measure.device_memory import DeviceMemory
 from lightning_remat.trainer import step_check
