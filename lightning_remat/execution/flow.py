@@ -15,8 +15,8 @@ class Flow:
     """How gradients flow between operations, as autograd recorded it in a forward.
 
     Autograd runs a backward if it is reached from what it is asked for, and leads to what is wanted. So the backward
-    of `a` has run before that of `b` if it leads there and all that reaches `b` from outside reaches `a`. Gradients come
-    from what is returned; where a backward was differentiated itself, also from what it had saved, once it has run.
+    of `a` has run before that of `b` if it leads there and all that reaches `b` from outside reaches `a`. Gradients
+    come from what is returned; where a backward was differentiated itself, also from what it saved, once it has run.
 
     Args:
         made: The nodes of the tensors that each operation made, in the order in which they ran.
