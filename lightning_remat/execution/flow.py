@@ -42,14 +42,17 @@ class Flow:
         self._number = {node: k for k, node in enumerate(node for ends in self._ends.values() for node in ends)}
         self._above: dict[Node, int] = {}  # bit k: the end with that number leads to it, or is it
         self._from: dict[Node, int] = {}  # bit k: what was saved of operation k, or is returned, leads to it
-        self._returned = ~((1 << max(self._own, default=-1) + 1) - 1)
-        for k, node in enumerate(returned, max(self._own, default=-1) + 1):
+        first = max(self._own, default=-1) + 1
+        self._returned = ~((1 << first) - 1)
+        nodes = [node for own in self._own.values() for node in own]
+        for k, node in enumerate(returned, first):
             self._from[node] = self._from.get(node, 0) | 1 << k
+            nodes += _reached([node], home, -1)  # that of what an operation only writes
         for n, own in self._own.items():
             for node in own if savers.get(n) else ():
                 self._from[node] = self._from.get(node, 0) | 1 << n
         # What reads a value is made after it.
-        for node in sorted((n for own in self._own.values() for n in own), key=_age, reverse=True):
+        for node in sorted(nodes, key=_age, reverse=True):
             above = self._above.get(node, 0) | (1 << self._number[node] if node in self._number else 0)
             self._above[node] = above
             for following, _ in node.next_functions:

@@ -44,6 +44,7 @@ class Learning:
         self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
         self.slot_of = slots(program.traced)
         self.given = tensors_of(values[:num_given])
+        self._left: list[Tensor] = []  # which the caller gets, whether or not the table still holds it in the end
         self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
         self.external = {key for t in self.given if (key := storage_key(t)) is not None}
         self.ends: dict[int, set[Any]] = {}  # the nodes of autograd that made the outputs
@@ -59,6 +60,7 @@ class Learning:
         self.leaves[n] = [Leaf.of(t) for t in tensors]
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
         self.ends[n] = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        self._left += tensors if self.program.steps[n].is_output else ()
         self.devices |= {t.device for t in tensors if t.requires_grad}
         is_one = len(outputs) == 1 and isinstance(self.values[outputs[0]], Tensor)
         # Where several return one tensor, others still read it when the first is done: it rests for none of them.
@@ -100,7 +102,7 @@ class Learning:
         if len(self.devices) > 1 or self.program.kinds[0].is_fake:
             return Rests()
         program = self.program
-        flow = Flow(self.ends, self._given_nodes, self._left_from(tensors_of(returned)), self._savers())
+        flow = Flow(self.ends, self._given_nodes, self._left_from([*tensors_of(returned), *self._left]), self._savers())
         order = Order.of(program.traced, program.schedule)
         return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
 
