@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from resting_cases import Between, rested, resting_copy
 from torch import Tensor, nn
-from training_steps import assert_equal_traces, traces
+from training_steps import assert_equal_traces, loss_of, traces
+from uses import same
 
 X = torch.randn(4, 6)
 
@@ -101,3 +103,207 @@ def test_a_view_that_was_the_whole_is_a_part_of_another_batch() -> None:
         return m.c(F.gelu(m.b(h[: h.shape[0] // 2 * 2])))
 
     assert_rests_as_plain(Between(forward), [torch.randn(n, 6) for n in (4, 4, 6, 5, 7, 4, 3)])
+
+
+class Two(nn.Module):
+    """Two outputs from a shared trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(self.trunk(x))
+        return self.last(F.gelu(self.left(h))).sigmoid() * h, F.gelu(self.right(h)).exp()
+
+
+Use = Callable[[nn.Module, Tensor], list[Any]]
+
+
+def assert_used_as_plain(use: Use, module: nn.Module, *, warm_up: Use | None = None, x: Tensor = X) -> nn.Module:
+    """Two steps, in the second of which things rest, then the use twice, and a step: all as with the plain module."""
+    ours, plain = resting_copy(module, x), copy.deepcopy(module)
+    found: list[list[Any]] = []
+    for m in (plain, ours):
+        torch.manual_seed(3)
+        made: list[Any] = []
+        for step in (warm_up or ordinary, warm_up or ordinary, use, use, ordinary):
+            if step is use and m is ours:
+                assert rested(ours) or len(made) > 2
+            made.append([*step(m, x), *(None if p.grad is None else p.grad.clone() for p in m.parameters())])
+        found.append([*made, [b.clone() for b in m.buffers()]])
+    for a, b in zip(*found, strict=True):
+        assert same(a, b)
+    return ours
+
+
+def ordinary(m: nn.Module, x: Tensor) -> list[Any]:
+    m.zero_grad()
+    loss_of(m(x)).backward()
+    return []
+
+
+def left(m: nn.Module, x: Tensor) -> list[Any]:
+    m(x)[0].square().sum().backward()
+    return []
+
+
+def right(m: nn.Module, x: Tensor) -> list[Any]:
+    m(x)[1].square().sum().backward()
+    return []
+
+
+def right_then_left(m: nn.Module, x: Tensor) -> list[Any]:
+    a, b = m(x)
+    b.sum().backward(retain_graph=True)
+    a.square().sum().backward()
+    return []
+
+
+def left_then_right(m: nn.Module, x: Tensor) -> list[Any]:
+    a, b = m(x)
+    a.sum().backward(retain_graph=True)
+    b.square().sum().backward()
+    return []
+
+
+def parts_that_share_nothing(m: nn.Module, x: Tensor) -> list[Any]:
+    """The second needs no graph that the first has let go of."""
+    a, b = m(x)
+    found = [*torch.autograd.grad(a.sum(), list(m.left.parameters()))]
+    return [*found, *torch.autograd.grad(b.sum(), list(m.right.parameters()))]
+
+
+def twice(m: nn.Module, x: Tensor) -> list[Any]:
+    loss = loss_of(m(x))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    return [loss.detach()]
+
+
+def of_inputs(m: nn.Module, x: Tensor) -> list[Any]:
+    x = x.clone().requires_grad_()
+    return [*torch.autograd.grad(loss_of(m(x)), [x])]
+
+
+def of_some(m: nn.Module, x: Tensor) -> list[Any]:
+    return [*torch.autograd.grad(loss_of(m(x)), [m.trunk.weight, m.last.bias], allow_unused=True)]
+
+
+def of_the_last(m: nn.Module, x: Tensor) -> list[Any]:
+    return [*torch.autograd.grad(loss_of(m(x)), [m.last.weight])]
+
+
+def penalty(m: nn.Module, x: Tensor) -> list[Any]:
+    outputs = m(x)
+    (gradient,) = torch.autograd.grad(loss_of(outputs), m.trunk.weight, create_graph=True)
+    (gradient.square().sum() + loss_of(outputs)).backward()
+    return [gradient.detach()]
+
+
+def penalty_of_the_last(m: nn.Module, x: Tensor) -> list[Any]:
+    """What is differentiated twice begins in the middle."""
+    (gradient,) = torch.autograd.grad(m(x)[0].sum(), m.last.weight, create_graph=True)
+    gradient.square().sum().backward()
+    return [gradient.detach()]
+
+
+def forwards_first(m: nn.Module, x: Tensor) -> list[Any]:
+    (loss_of(m(x)) + 2 * loss_of(m(x + 1))).backward()
+    return []
+
+
+def forward_alone(m: nn.Module, x: Tensor) -> list[Any]:
+    dropped = m(x)
+    del dropped
+    return [t.detach() for t in m(x)]
+
+
+def frozen(m: nn.Module, x: Tensor) -> list[Any]:
+    m.trunk.requires_grad_(False)
+    ordinary(m, x)
+    m.left.requires_grad_(False)
+    ordinary(m, x)
+    ordinary(m, x)
+    m.requires_grad_(True)
+    ordinary(m, x)
+    return []
+
+
+def in_another_thread(m: nn.Module, x: Tensor) -> list[Any]:
+    loss = loss_of(m(x))
+    with ThreadPoolExecutor(1) as other:
+        other.submit(loss.backward).result()
+    return []
+
+
+def in_eval_and_back(m: nn.Module, x: Tensor) -> list[Any]:
+    found = [t.detach() for t in m.eval()(x)]
+    ordinary(m.train(), x)
+    return found
+
+
+def smaller_batches(m: nn.Module, x: Tensor) -> list[Any]:
+    for n in (3, 2, 4, 1):
+        ordinary(m, x[:n])
+    return []
+
+
+def in_lower_precision(m: nn.Module, x: Tensor) -> list[Any]:
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(m(x))
+        loss.backward()
+    return [loss.detach()]
+
+
+def saved_elsewhere(m: nn.Module, x: Tensor) -> list[Any]:
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(m(x))
+    loss.backward()
+    return []
+
+
+def outputs_written(m: nn.Module, x: Tensor) -> list[Any]:
+    a, b = m(x)
+    a *= 2
+    (a.sum() + b.sum()).backward()
+    return []
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "use",
+    [
+        left_then_right,
+        left,
+        right,
+        right_then_left,
+        parts_that_share_nothing,
+        twice,
+        of_inputs,
+        of_some,
+        of_the_last,
+        penalty,
+        penalty_of_the_last,
+        forwards_first,
+        forward_alone,
+        frozen,
+        in_another_thread,
+        in_eval_and_back,
+        smaller_batches,
+        in_lower_precision,
+        saved_elsewhere,
+        outputs_written,
+    ],
+)
+def test_uses_while_things_rest_are_those_of_the_plain_module(use: Use) -> None:
+    assert_used_as_plain(use, Two())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm_up", [left, right, of_some, saved_elsewhere, in_lower_precision])
+def test_what_a_first_step_learns_holds_for_others(warm_up: Use) -> None:
+    for use in (ordinary, left_then_right):
+        assert_used_as_plain(use, Two(), warm_up=warm_up)
