@@ -293,8 +293,7 @@ class Execution:
         if task == -1 or task != self.task:
             self.task, self.is_same = task, self.ambient.is_current()
             if task != -1 and torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
-                del self.program.variants[1:]  # what rests once stays, then, when it has been filled
-                self.program.variants.extend(self.program.variants[:1])
+                self.program.use_hooks()  # what rests stays, when it has been filled
         return self.is_same
 
     def _recomputing(self) -> Recomputing:

@@ -124,6 +124,8 @@ class _Forward:
                 rests = learns.rests([values[slot] for slot in program.returned])
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._leave_autograd()
+            if program.rests.unproven:
+                self._prove_rests()
         except BaseException:
             self._stop()
             self.execution.forget()
@@ -147,6 +149,14 @@ class _Forward:
             if values[slot] is not None:
                 self.execution.output_versions[slot] = [t._version for t in tensors_of([values[slot]])]
         self.dormant.clear()
+
+    def _prove_rests(self) -> None:
+        """Where something else holds memory that was given up, nothing rests in further calls."""
+        unproven = self.program.rests.unproven
+        known = {key for t in tensors_of(self.values) if (key := storage_key(t)) is not None}
+        if any(tensor.is_held(known) for tensor in unproven):
+            self.program.use_hooks()
+        unproven.clear()
 
     def _run_first(self, n: int, contexts: ContextStack) -> None:
         execution, values, learns = self.execution, self.values, self.learns

@@ -77,15 +77,24 @@ class Learning:
         root = self.program.graph.roots[n]
         if type(output) is not Tensor or output.numel() < 2 or len(self.program.steps[root].outputs) != 1:
             return None
+        base = output._base
+        if n == root and base is not None and base.dtype != output.dtype:
+            return None
         key, own = storage_key(output), self.leaves[n][0]
         for leaf, (slot, part) in zip(self.leaves[root], self.homes[root], strict=True):
-            if slot != ELSEWHERE and leaf.key == key and leaf.dtype == own.dtype and not leaf.is_lazy | own.is_lazy:
+            if (
+                slot != ELSEWHERE
+                and (part < 0 or base is None)
+                and leaf.key == key
+                and leaf.dtype == own.dtype
+                and not leaf.is_lazy | own.is_lazy
+            ):
                 kind = output.dtype, output.device
                 if kind not in self._empty:
                     self._empty[kind] = torch.empty(EMPTY_SHAPE, dtype=kind[0], device=kind[1])
                 # A view that is the whole now is a part of a larger batch, perhaps.
                 is_itself = n == root or (part >= 0 and self._is_item(n, output))
-                return Form(part, not is_itself, self._empty[kind])
+                return Form(part, not is_itself, n == root and base is not None, self._empty[kind])
         return None
 
     def _is_item(self, n: int, output: Tensor) -> bool:

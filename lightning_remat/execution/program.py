@@ -169,6 +169,11 @@ class Program:
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
 
+    def use_hooks(self) -> None:
+        """Lets nothing rest in further calls."""
+        del self.variants[1:]
+        self.variants.extend(self.variants[:1])
+
 
 @dataclass(frozen=True, slots=True)
 class SlotOf:

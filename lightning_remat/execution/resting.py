@@ -9,11 +9,12 @@ graph find it filled.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..operations.evaluation import Constant
 from ..operations.saved_tensors import Geometry, geometry_of
@@ -34,11 +35,13 @@ class Form:
     Attributes:
         part: In which item of the output that owns its storage it lies, where that is a tuple; -1 where it is a tensor.
         is_view: Whether it is not that tensor itself, but a view of it.
+        has_base: Whether it is a view of another tensor of its operation, which holds the memory and nobody knows.
         empty: A tensor of its type, on its device, with no elements.
     """
 
     part: int
     is_view: bool
+    has_base: bool
     empty: Tensor
 
 
@@ -53,52 +56,70 @@ class Resting:
         count: Of those that hold the tensor when it goes to rest, once that is known; -1 before.
     """
 
-    __slots__ = ("_empty", "_is_view", "_part", "count", "place")
+    __slots__ = ("_form", "_storage", "count", "place")
 
     def __init__(self, place: int, form: Form) -> None:
-        self.place, self._part, self._is_view, self._empty = place, form.part, form.is_view, form.empty
-        self.count = -1
+        self.place, self._form, self.count = place, form, -1
+        self._storage: StorageWeakRef | None = None  # that it gave up the first time
+
+    def is_held(self, known: Collection[int]) -> bool:
+        """Whether the memory that it gave up the first time is still there.
+
+        Args:
+            known: The addresses of the storages that the table holds, which may be.
+        """
+        storage = self._storage
+        return storage is not None and storage.cdata not in known and not storage.expired()  # pyright: ignore
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
         """The tensor gives up its memory, unless others hold it than did the first time: they might read it."""
-        count = cast(int, tensor._use_count())  # pyright: ignore
+        form, base = self._form, tensor._base if self._form.has_base else None
+        count = _num_holders(tensor) + (0 if base is None else _num_holders(base))
         if self.count < 0:
-            self.count = count
+            self.count, self._storage = count, StorageWeakRef(tensor.untyped_storage())
         if count == self.count:
             reference = weakref.ref(tensor)
-            values[self.place] = (reference, geometry_of(tensor)) if self._is_view else reference
-            tensor.data = self._empty
+            values[self.place] = (reference, geometry_of(tensor)) if form.is_view else reference
+            tensor.data = form.empty
+            if base is not None:
+                base.data = form.empty
 
     def fill(self, values: list[Any], output: Any) -> None:
         """Gives the tensor the memory of the output, which was made again, if it lives."""
         noted: Any = values[self.place]
         if noted is None:
             return
-        reference, geometry = cast("tuple[weakref.ref[Tensor], Geometry]", noted) if self._is_view else (noted, None)
+        form = self._form
+        reference, geometry = cast("tuple[weakref.ref[Tensor], Geometry]", noted) if form.is_view else (noted, None)
         if (tensor := reference()) is not None:
             tensor._fix_weakref()  # pyright: ignore
-            again: Tensor = output if self._part < 0 else output[self._part]
+            again: Tensor = output if form.part < 0 else output[form.part]
             tensor.data = again if geometry is None else again.detach().as_strided(*geometry)
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
         """`rest` as lines of a function whose table of values is `v`."""
-        own = constant(self)
-        if self._is_view:
+        own, form = constant(self), self._form
+        if form.is_view or form.has_base:
             yield f"{own}.rest(v, {tensor})"
         else:
             yield f"if {tensor}._use_count() == {own}.count:"
-            yield f"    v[{self.place}] = {constant(weakref.ref)}({tensor}); {tensor}.data = {constant(self._empty)}"
+            yield f"    v[{self.place}] = {constant(weakref.ref)}({tensor}); {tensor}.data = {constant(form.empty)}"
             yield f"else: {own}.rest(v, {tensor})"
 
     def filling(self, constant: Constant, output: str) -> Iterator[str]:
         """`fill` as such lines."""
-        if self._is_view or self._part >= 0:
+        if self._form.is_view or self._form.part >= 0:
             yield f"{constant(self)}.fill(v, {output})"
         else:
             yield f"resting = v[{self.place}]"
             yield "resting = resting and resting()"
             yield f"if resting is not None: resting._fix_weakref(); resting.data = {output}"
             yield "del resting"
+
+
+def _num_holders(tensor: Tensor) -> int:
+    """How many hold the tensor, all of Python as one."""
+    return cast(Any, tensor)._use_count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +132,7 @@ class Rests:
         tensors: Of each operation whose output gives up its memory, that tensor.
         filled: Of each operation that is made again, what rests in its storage and is read.
         last_fill: The place among the backwards before which the last of them is made again.
+        unproven: Those of which it is not known whether others hold their memory, too.
     """
 
     operations: frozenset[int] = frozenset()
@@ -118,6 +140,7 @@ class Rests:
     tensors: Mapping[int, Resting] = field(default_factory=dict[int, Resting])
     filled: Mapping[int, tuple[Resting, ...]] = field(default_factory=dict[int, tuple[Resting, ...]])
     last_fill: int = -1
+    unproven: list[Resting] = field(default_factory=list[Resting])
 
 
 def rests_of(
@@ -159,7 +182,8 @@ def rests_of(
     family = [n for n, root in enumerate(graph.roots) if n in forms and (n in read or (n == root and n in roots))]
     tensors = {n: Resting(first + k, forms[n]) for k, n in enumerate(family)}
     filled = {r: tuple(tensors[n] for n in family if n in read and graph.roots[n] == r) for r in roots}
-    return Rests(frozenset(bare), frozenset(told), tensors, filled, max((again[r] for r in roots), default=-1))
+    last_fill = max((again[r] for r in roots), default=-1)
+    return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, list(tensors.values()))
 
 
 def _places_again(schedule: Schedule) -> dict[int, int]:

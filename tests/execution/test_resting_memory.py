@@ -1,0 +1,67 @@
+"""What rests gives up its memory: steps in which something rests peak where the first one did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rewriting import rewrite
+from torch import Tensor, nn
+from training_steps import step_peak
+
+from lightning_remat import profile, trace
+from lightning_remat.execution.learning import Learning
+from lightning_remat.execution.program import Program
+from lightning_remat.execution.resting import Form
+from lightning_remat.execution.rewriter import programs_in
+from lightning_remat.lowering import lower_kept
+
+
+class Blocks(nn.Module):
+    """Of a transformer: a linear layer of three dimensions returns a view of a product that nobody else knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.sum()
+
+
+def program_of(module: nn.Module) -> Program:
+    (program,) = programs_in(module)
+    return program.variants[-1]
+
+
+def rewritten() -> tuple[nn.Module, Tensor]:
+    module, x = Blocks(), torch.randn(64, 32, 16)
+    graph = profile(trace(module, x), x, repeats=1)
+    kept = {n for n, node in enumerate(graph.nodes) if node.kind != "linear"}
+    rewrite(module, lower_kept(graph, kept), x)
+    return module, x
+
+
+def test_a_view_of_a_tensor_that_nobody_knows_rests_with_it() -> None:
+    module, x = rewritten()
+    peaks = [step_peak(module, x) for _ in range(3)]
+    assert program_of(module).rests.operations
+    assert len({*peaks}) == 1
+
+
+def test_nothing_rests_where_something_else_holds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Learning._form
+
+    def without_base(self: Learning, *args: Any) -> Form | None:
+        found = form(self, *args)
+        return None if found is None else replace(found, has_base=False)
+
+    monkeypatch.setattr(Learning, "_form", without_base)
+    module, x = rewritten()
+    first, second, *others = (step_peak(module, x) for _ in range(4))
+    assert second > first, "the base held what the view gave up"
+    assert not program_of(module).rests.operations
+    assert {*others} == {first}
