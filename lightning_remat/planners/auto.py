@@ -6,7 +6,7 @@ from ..lowering import keep_everything
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ._auto.front_search import front_of
-from ._auto.tapes import with_tapes_kept
+from ._auto.pricing import finished, is_priced
 from ._candidates import fastest_that_fits, infeasible, trade_off
 
 
@@ -26,6 +26,9 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     the one that frees the most bytes above the limit for a second; starts also from what a linear program keeps, and
     from a dynamic program over positions in the node order, which sees what single drops do not; holds again what
     fits; and perturbs and repairs the best at every level, the lowest most, until its effort is spent.
+
+    Where stretches of recomputations, tapes or hooks have prices, the front tells what states cost with tapes kept and
+    stretches joined within the peak that it tells (see `pricing`), and so they are answered.
 
     Args:
         graph: The operations.
@@ -48,5 +51,4 @@ def plan_auto(graph: Graph, budget_bytes: int, *, effort: float = 1.0, like: Gra
     schedule = front.schedule(found or 0)
     if found is None:
         raise infeasible(graph, budget_bytes, schedule, planner="auto")
-    is_priced = any(node.stretch_price or node.tape_price or node.hook_price for node in graph.nodes)
-    return with_tapes_kept(graph, schedule, budget_bytes) if is_priced else schedule
+    return finished(graph, schedule, front.peaks[found]) if is_priced(graph) else schedule

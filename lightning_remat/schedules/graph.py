@@ -73,7 +73,6 @@ class Node:
     kind: str = ""
     inputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
     output_bytes: int = field(default=0, metadata=_BYTES)
     tape_bytes: int = field(default=0, metadata=_BYTES)
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
@@ -96,6 +95,7 @@ class Node:
     backward_release_bytes: int = field(default=0, metadata=_BYTES)
     backward_shared_bytes: int = field(default=0, metadata=_BYTES)
     backward_shared_release_bytes: int = field(default=0, metadata=_BYTES)
+    held: tuple[int, ...] = ()
 
     @property
     def is_view(self) -> bool:

@@ -53,3 +53,6 @@ ROUNDED_FROM = (0.2, 0.5, 0.8)  # how much of a value the linear program must ho
 MOST_ABOVE = 0.2  # of the room: a seed further above the limit is not walked down from
 MOST_OVERHEAD = 2.5  # of the best known, likewise
 PRICE_OF_ABOVE = 5  # what a seed's way down to the limit is taken to cost: overhead times so much of the room
+
+# What is chosen from by all prices.
+ROOMS_ABOVE = (0, 2, 8)  # peaks above its own up to which a state is given room

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ...schedules.arrays import decode, encode
 from ...schedules.compiled import Small
-from ...schedules.compiled_simulator import Judge
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
 from .window_simulator import NONE, Problem, no_windows, work_for
-from .windows import schedule_of, windows_of
+from .windows import codes_of, windows_of
 
 Recipe: TypeAlias = "tuple[Small, Small] | Schedule"
 """Values with their windows, or the schedule of another planner that windows do not describe."""
@@ -42,19 +42,28 @@ class Front:
 
     def offer(self, peak: int, seconds: float, windows: Small) -> None:
         """Takes the state in unless one that is no higher is as fast; drops those that it beats."""
-        if self._is_better(peak, seconds):
+        if self.is_better(peak, seconds):
             values = np.flatnonzero(windows[:, 0, 0] != NONE).astype(np.int32)
             self._insert(peak, seconds, (values, windows[values]))
 
-    def offer_schedule(self, peak: int, seconds: float, schedule: Schedule) -> None:
-        """Takes in a schedule that windows describe only roughly."""
-        if self._is_better(peak, seconds):
-            self._insert(peak, seconds, schedule)
+    def offer_recipe(self, peak: int, seconds: float, recipe: Recipe) -> None:
+        """The same of a state of another front, or of a schedule that windows describe only roughly."""
+        if self.is_better(peak, seconds):
+            self._insert(peak, seconds, recipe)
+
+    def is_better(self, peak: int, seconds: float) -> bool:
+        """Whether no state that is no higher is as fast."""
+        at = bisect_right(self.peaks, peak)
+        return not at or seconds < self.seconds[at - 1]
 
     def within(self, budget_bytes: int) -> int | None:
         """Index of the fastest state whose peak is within the budget, or None."""
         at = bisect_right(self.peaks, budget_bytes)
         return at - 1 if at else None
+
+    def recipe(self, index: int) -> Recipe:
+        """How a state is described."""
+        return self._recipes[index]
 
     def windows(self, index: int) -> Small:
         """The windows of a state; where they describe it only roughly, those nearest to it."""
@@ -66,24 +75,16 @@ class Front:
         windows[values] = rows
         return windows
 
-    def schedule(self, index: int) -> Schedule:
-        """The schedule of a state."""
+    def codes(self, index: int) -> Small:
+        """The schedule of a state, as actions as numbers."""
         recipe = self._recipes[index]
         if isinstance(recipe, Schedule):
-            return recipe
-        return schedule_of(self.graph, self.problem, self.windows(index), work_for(self.problem))
+            return encode(self.graph, recipe)
+        return codes_of(self.problem, self.windows(index), work_for(self.problem))
 
-    def offer_all(self, other: Front) -> None:
-        """Takes in the states of a graph that differs in seconds alone, by what they cost here."""
-        judge = Judge(self.graph)
-        for index, recipe in enumerate(other._recipes):
-            peak, seconds = judge.cost(other.schedule(index))
-            if self._is_better(peak, seconds):
-                self._insert(peak, seconds, recipe)
-
-    def _is_better(self, peak: int, seconds: float) -> bool:
-        at = bisect_right(self.peaks, peak)
-        return not at or seconds < self.seconds[at - 1]
+    def schedule(self, index: int) -> Schedule:
+        """The schedule of a state."""
+        return decode(self.graph, self.codes(index))
 
     def _insert(self, peak: int, seconds: float, recipe: Recipe) -> None:
         first = bisect_left(self.peaks, peak)

@@ -20,6 +20,7 @@ from .front import Front
 from .local_search import Search, State
 from .portfolio import deep_candidates, rival_candidates
 from .position_program import Program
+from .pricing import is_priced, priced_front
 from .window_simulator import pack
 from .windows import windows_between, windows_of
 
@@ -110,19 +111,18 @@ class FrontBuilder:
         for number, (peak, seconds, schedule) in enumerate(candidates):
             self.progress.update(1 - 1 / (1 + number / 100), "other planners")
             if self.priced_graph is not self.graph:
-                self.priced.offer_schedule(peak, seconds, schedule)
+                self.priced.offer_recipe(peak, seconds, schedule)
                 seconds = judge.cost(schedule).seconds
             if self._is_news(peak, seconds):
                 self.search.replay(windows_of(self.graph, self.problem, schedule))
                 if self._is_news(peak, seconds):
-                    self.front.offer_schedule(peak, seconds, schedule)
+                    self.front.offer_recipe(peak, seconds, schedule)
 
     def priced_front(self) -> Front:
-        """What was found, with stretches and hooks priced."""
-        if self.priced_graph is self.graph:
+        """What was found, with stretches, tapes and hooks priced as in what is answered."""
+        if not is_priced(self.priced_graph):
             return self.front
-        self.priced.offer_all(self.front)
-        return self.priced
+        return priced_front(self.priced_graph, [self.priced, self.front])
 
     def meet_relative(self, relative: Front) -> None:
         """Takes in what the same operations led to at other costs."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import numpy as np
 
-from ...schedules.compiled_simulator import Judge
+from ...budget import ALL_BYTES
+from ...schedules.arrays import DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode
+from ...schedules.compiled import Ints, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
+from .residents import BOTH, Costs, before_all, costs_of, do, uses_of, write
 
 
 def with_tapes_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
@@ -17,36 +20,70 @@ def with_tapes_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Sche
 
     Args:
         graph: The operations.
-        schedule: Valid, and within the budget.
+        schedule: Valid, its backwards in the reverse order of the nodes, and within the budget.
         budget_bytes: The true peak that must not be exceeded.
     """
-    early = sorted(
-        _discards_before_reruns(schedule), key=lambda position: graph.nodes[schedule.actions[position].node].tape_bytes
-    )
-    judge = Judge(graph)
-
-    def without(count: int) -> Schedule:
-        gone = {*early[:count]}
-        return Schedule(tuple(a for position, a in enumerate(schedule) if position not in gone))
-
-    counts = range(1, len(early) + 1)
-    most = bisect_right(counts, budget_bytes, key=lambda count: judge.cost(without(count)).peak_bytes)
-    return without(most) if most else schedule
+    kept = tapes_kept(costs_of(graph), encode(graph, schedule), budget_bytes)
+    return decode(graph, kept) if len(kept) else schedule
 
 
-def _discards_before_reruns(schedule: Schedule) -> list[int]:
-    """Positions of those discards of a tape after which the operation runs again for its output, too."""
-    waiting: dict[int, int] = {}  # operation -> position
-    has_output: set[int] = set()
-    found: list[int] = []
-    for position, (kind, n) in enumerate(schedule):
-        if kind == "T":
-            waiting[n] = position
-        elif kind == "D":
-            has_output.discard(n)
-        elif kind == "F":
-            if n in waiting and n not in has_output:
-                found.append(waiting[n])
-            waiting.pop(n, None)
-            has_output.add(n)
-    return found
+@njit
+def tapes_kept(costs: Costs, actions: Small, limit: int) -> Small:
+    """The same of actions as numbers; none where no tape is to be kept."""
+    uses = uses_of(costs.arrays, actions)
+    state = before_all(costs, uses)
+    do(costs, uses, state, 0, len(uses.codes) - 1, BOTH, 0, ALL_BYTES)
+    places, first, last = _early(costs.arrays, actions)
+    tape_bytes = costs.arrays.tape_bytes[actions[places] >> 2]
+    order = np.argsort(tape_bytes, kind="mergesort")
+    fit, too_many = 0, len(order) + 1
+    while fit + 1 < too_many:
+        tried = (fit + too_many) // 2
+        added = np.zeros(len(uses.codes) + 1, np.int64)
+        for k in order[:tried]:
+            added[first[k]] += tape_bytes[k]
+            added[last[k] + 1] -= tape_bytes[k]
+        if np.max(state.most + np.cumsum(added)[:-1]) <= limit:
+            fit = tried
+        else:
+            too_many = tried
+    if fit == 0:
+        return np.empty(0, np.int32)
+    stay = np.ones(len(actions), np.bool_)
+    stay[places[order[:fit]]] = False
+    uses, codes, at = uses_of(costs.arrays, actions[stay]), np.empty(len(actions), np.int32), 0
+    for u in range(len(uses.codes)):
+        at = write(uses, codes, at, u, u)
+    return codes[:at]
+
+
+@njit
+def _early(arrays: GraphArrays, actions: Small) -> tuple[Ints, Ints, Ints]:
+    """Those discards of a tape after which the operation runs again for its output, too.
+
+    Returns:
+        Their places among the actions, and the first and the last of the runs and backwards that a tape would see more
+        of if it were kept.
+    """
+    count = len(arrays.root)
+    waiting, used = np.full(count, -1), np.full(count, -1)  # of a tape its discard, and its last use before that
+    has_output = np.zeros(count, np.bool_)
+    places, first = np.empty(len(actions), np.int64), np.empty(len(actions), np.int64)
+    last = np.empty(len(actions), np.int64)
+    found, u = 0, 0
+    for at in range(len(actions)):
+        n, kind = actions[at] >> 2, actions[at] & 3
+        if kind == DISCARD:
+            has_output[n] = False
+        elif kind == DISCARD_TAPE:
+            waiting[n] = at
+        else:
+            if kind == RUN:
+                if waiting[n] >= 0 and not has_output[n]:
+                    places[found], first[found], last[found] = waiting[n], used[n] + 1, u
+                    found += 1
+                waiting[n] = -1
+                has_output[n] = True
+            used[n] = u
+            u += 1
+    return places[:found], first[:found], last[:found]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...lowering import with_liveness
-from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, encode, graph_arrays
+from ...lowering import discard_at_last_use
+from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
 from ...schedules.compiled import Flags, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
@@ -15,20 +15,40 @@ from .window_simulator import NONE, NUM_WINDOWS, Problem, Work, no_windows, repl
 
 def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
     """The schedule that `windows` describe, every discard right after the last use."""
+    return decode(graph, codes_of(problem, windows, work))
+
+
+def codes_of(problem: Problem, windows: Small, work: Work) -> Small:
+    """The same as actions as numbers."""
     _, _, num_actions = replay(problem, windows, work)
     assert num_actions, "a schedule that was accepted is not too long"
-    codes: list[int] = []
-    has_run: set[int] = set()
-    for a, is_made in zip(work.action[:num_actions].tolist(), work.made[:num_actions].tolist(), strict=True):
+    codes = _with_discards(problem.arrays, work.action[:num_actions], work.made[:num_actions])
+    return discard_at_last_use(problem.arrays, codes, np.empty(0, np.int64))
+
+
+@njit
+def _with_discards(arrays: GraphArrays, actions: Small, made: Flags) -> Small:
+    """The actions of a replay with every discard, at the latest place where it may stand: liveness moves it up."""
+    count = len(arrays.root)
+    codes, at = np.empty(2 * len(actions) + 2 * count, np.int32), 0
+    has_run = np.zeros(count, np.bool_)
+    for k in range(len(actions)):
+        a = actions[k]
         if a < 0:
-            codes.append(4 * (-1 - a) + BACKWARD)
-            continue
-        if is_made and a in has_run:
-            codes.append(4 * a + DISCARD)  # at the latest here: liveness moves it up
-        has_run.add(a)
-        codes.append(4 * a + RUN)
-    codes += [4 * n + DISCARD for n in has_run] + [4 * n + DISCARD_TAPE for n in has_run if graph.nodes[n].tape_bytes]
-    return with_liveness(graph, np.array(codes, np.int32))
+            codes[at] = 4 * (-1 - a) + BACKWARD
+        else:
+            if made[k] and has_run[a]:
+                codes[at] = 4 * a + DISCARD
+                at += 1
+            has_run[a] = True
+            codes[at] = 4 * a + RUN
+        at += 1
+    for kind in (DISCARD, DISCARD_TAPE):
+        for n in range(count):
+            if has_run[n] and (kind == DISCARD or arrays.tape_bytes[n] > 0):
+                codes[at] = 4 * n + kind
+                at += 1
+    return codes[:at]
 
 
 def windows_between(graph: Graph, problem: Problem, outputs: Flags, tapes: Flags, end: int) -> Small:
