@@ -121,7 +121,7 @@ class _Forward:
                         if learns is not None:
                             learns.note(n)
             if learns is not None and program.variants == [program]:
-                rests = learns.rests([values[slot] for slot in program.returned])
+                rests = learns.rests()
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._leave_autograd()
             if program.rests.unproven:

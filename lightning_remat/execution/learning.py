@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, cast
 
 import torch
@@ -102,25 +102,21 @@ class Learning:
         read = (self.values[slot] for slot in self.program.steps[n].inputs)
         return any(t is output for value in read if not isinstance(value, Tensor) for t in tensors_of([value]))
 
-    def rests(self, returned: Iterable[Any]) -> Rests:
-        """What can rest in further calls, once the forward has run: nothing where threads of two devices run it.
-
-        Args:
-            returned: What the caller gets.
-        """
+    def rests(self) -> Rests:
+        """What can rest in further calls, once the forward has run: nothing where threads of two devices run it."""
         if len(self.devices) > 1 or self.program.kinds[0].is_fake:
             return Rests()
         program = self.program
-        flow = Flow(self.ends, self._given_nodes, self._left_from([*tensors_of(returned), *self._left]), self._savers())
+        flow = Flow(self.ends, self._given_nodes, self._sources(), self._savers())
         order = Order.of(program.traced, program.schedule)
         return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
 
-    def _left_from(self, returned: list[Tensor]) -> Generator[Any]:
+    def _sources(self) -> Generator[Any]:
         """The nodes from which gradients come: of what the caller gets, and of what was given and is written.
 
         Where the caller writes into a view, gradients come to its base, and not to the view that there was.
         """
-        for t in (*returned, *self.given):
+        for t in (*self._left, *self.given):
             for node in (t.grad_fn, None if t._base is None else t._base.grad_fn):
                 if node is not None and node not in self._given_nodes:
                     yield node

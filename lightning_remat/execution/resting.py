@@ -169,12 +169,14 @@ def rests_of(
     for m in sorted(needs.keys() - hooked, key=order.place.__getitem__):
         since = max(again[r] for r in needs[m])
         between = order.backwards[since : order.place[m] + 1]
-        tells = (a for a in between if (flow.is_one_node(a) if a in hooked else flow.is_told(a)))
-        before = [a for a in tells if flow.has_run_before(a, m)]
-        if not before:
+        telling = [a for a in between if a in told or (a in hooked and flow.is_one_node(a))]
+        # Those that tell anyway come first; to ask of one what runs after it takes a look at all.
+        others = (a for a in between if a not in hooked and flow.is_told(a))
+        a = next((a for a in (*telling, *others) if flow.has_run_before(a, m)), None)
+        if a is None:
             hooked.add(m)
-        elif not any(a in told or a in hooked for a in before):
-            told.add(before[0])
+        elif a not in hooked:
+            told.add(a)
     bare = needs.keys() - hooked
     roots = {r for m in bare for r in needs[m]}
     read = {i for m in bare for i in graph.nodes[m].inputs if graph.roots[i] in needs[m]}
