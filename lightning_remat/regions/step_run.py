@@ -15,6 +15,7 @@ from ..budget import format_bytes
 from ..devices import HOST, device_of, empty_cache, random_state
 from ..errors import InfeasibleBudgetError
 from ..execution.modified import retried
+from ..execution.rewriter import programs_in
 from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
@@ -167,6 +168,9 @@ def step_peak(
 ) -> int:
     """Measured peak in bytes of one forward and backward: parameters, buffers, inputs, outputs and all between.
 
+    Where something rests in further steps, which this one finds out, one of those is run, too: autograd holds for the
+    sum of a bias's gradient what hooks hand over before.
+
     Args:
         module: What is run, as it is rewritten.
         args: Positional arguments.
@@ -174,6 +178,13 @@ def step_peak(
         is_module_alone: Whether the loss weighs nothing, and random numbers come from generators of the step's own, so
             that threads which draw meanwhile are left in peace: for a module that is captured as a whole.
     """
+    peak = _peak_of_step(module, args, kwargs, is_module_alone)
+    if any(program.variants and program.variants[-1].rests.unproven for program in programs_in(module)):
+        return max(peak, _peak_of_step(module, args, kwargs, is_module_alone))
+    return peak
+
+
+def _peak_of_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_module_alone: bool) -> int:
     args, kwargs = detached((args, kwargs))
     inputs = tensors_in((args, kwargs))
     targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
