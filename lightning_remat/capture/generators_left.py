@@ -1,6 +1,8 @@
-"""TorchDynamo leaves torch's generators where they are: what it sets them back to, other threads have drawn from since.
+"""TorchDynamo leaves random generators where they are.
 
-Capturing draws nothing from them: whatever would is an operation, or ends the graph.
+What it sets torch's back to, other threads have drawn from since. Capturing draws nothing from them: whatever would is
+an operation, or ends the graph. A generator of Python that a module has of its own it would copy: every call would draw
+what the first one drew, so that a draw from it divides the forward.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import RandomVariable
 
 from ..devices import modules_of_kinds
 from .shared_setting import Exchange, captures_here
@@ -26,4 +31,22 @@ def _unless_by_dynamo(write: Callable[..., None]) -> Callable[..., None]:
     return set_rng_state
 
 
-CHANGES = [Exchange(holder, "set_rng_state", _unless_by_dynamo) for holder in (torch.random, *modules_of_kinds())]
+def _unless_drawn_from(mutation: Callable[..., None]) -> Callable[..., None]:
+    @wraps(mutation)
+    def noted(effects: SideEffects, changed: Any) -> None:
+        if captures_here() and isinstance(changed, RandomVariable) and changed.source is not None:
+            unimplemented(
+                gb_type="a generator of the module's own is drawn from:",
+                context="random.Random",
+                explanation="what TorchDynamo draws is the same in every call.",
+                hints=[],
+            )
+        mutation(effects, changed)
+
+    return noted
+
+
+CHANGES = [
+    *(Exchange(holder, "set_rng_state", _unless_by_dynamo) for holder in (torch.random, *modules_of_kinds())),
+    Exchange(SideEffects, "mutation", _unless_drawn_from),
+]

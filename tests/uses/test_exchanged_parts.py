@@ -158,7 +158,9 @@ class ShallowCopy(Halves):
 
 class GlobalGenerators(Halves):
     def between(self, h: Tensor) -> Tensor:
-        h = h * (1 + random.random()) + float(np.random.rand())  # noqa: NPY002
+        factors = [0.5, 1.0, 1.5, 2.0]
+        random.shuffle(factors)
+        h = h * (factors[0] + random.random()) + float(np.random.rand())  # noqa: NPY002
         return nn.functional.dropout(h, 0.3) + torch.rand_like(h)
 
 
