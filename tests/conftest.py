@@ -35,25 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
 
 
-HOLDS_GATHERED = torch.__version__.startswith("2.14.")
-OF_UNITS = (
-    "test_gathered_parameters_come_and_go",
-    "execution/test_sharded.py",
-    "regions/test_gathered_units.py",
-    "regions/test_own_units.py",
-    "plans/test_gathering.py",
-    "command_line/test_sharding.py",
-)
-"""Tests of what FSDP2's units need."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[str] = set()
     for item in items:
-        if HOLDS_GATHERED and any(name in item.nodeid for name in OF_UNITS):
-            reason = "on a CPU, FSDP2 of torch 2.14 holds what a unit was gathered from until the next one is gathered"
-            item.add_marker(pytest.mark.xfail(reason=reason))
         if item.get_closest_marker("sampled") is not None:
             function = item.nodeid.partition("[")[0]
             if function in seen:

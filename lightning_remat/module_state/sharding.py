@@ -18,12 +18,21 @@ from torch import Tensor, nn
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
+_CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 def is_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on the module."""
     loaded = sys.modules.get(_MODULE)
     return loaded is not None and isinstance(module, loaded.FSDPModule)
+
+
+def holds_received() -> bool:
+    """Whether FSDP2 holds what was received last while it copies the next gather to the parameters.
+
+    Until torch 2.14 the function that copies has a name for it; in torch 2.15 another one lets go of it before.
+    """
+    return not hasattr(sys.modules[_CONTEXT].FSDPCommContext, "release_all_gather_state_for_comm_reuse")
 
 
 def has_units(module: nn.Module) -> bool:

@@ -73,10 +73,13 @@ class Gathering:
     Attributes:
         units: The units.
         events: What happens in the forward; the backward is its reverse.
+        holds_received: Whether in the forward what was received last is let go of only when the next gather has been
+            copied to the parameters, and not before that copy.
     """
 
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
+    holds_received: bool = False
 
     @property
     def planned(self) -> dict[int, float]:
@@ -109,7 +112,8 @@ class Gathering:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gathering:
         """What `dataclasses.asdict` made a dictionary of."""
-        return cls(tuple(Unit(**u) for u in data["units"]), tuple(Event(**e) for e in data["events"]))
+        units, events = tuple(Unit(**u) for u in data["units"]), tuple(Event(**e) for e in data["events"])
+        return cls(units, events, data.get("holds_received", False))
 
 
 @dataclass(slots=True)
@@ -199,6 +203,11 @@ class _Walk:
             self.note()
             self.parameters[u] = self.gathering.units[u].full_bytes
 
+    def let_go(self, units: Collection[int]) -> None:
+        """Of what their gathers have received."""
+        for u in units:
+            self.buffers.pop(u, None)
+
     def forward(self) -> list[Beside]:
         depth, last = 0, -1
         for event in self.gathering.events:
@@ -210,10 +219,13 @@ class _Walk:
                 depth += 1
                 if not self.is_gathered(u):
                     self.receive(u)
-                    if last != u:
-                        self.buffers.pop(last, None)  # that of the gather before is let go of only now
-                    last = u
-                    self.unpack(u)
+                    earlier, last = ({last} - {u}), u
+                    if self.gathering.holds_received:
+                        self.unpack(u)
+                        self.let_go(earlier)
+                    else:
+                        self.let_go(earlier)
+                        self.unpack(u)
                 continue
             depth -= 1
             self.parameters[u] = self.gathering.units[u].kept_bytes

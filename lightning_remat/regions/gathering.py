@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..module_state.sharding import groups_of, may_reshard, set_reshards
+from ..module_state.sharding import groups_of, holds_received, may_reshard, set_reshards
 from ..plans.gathering import Event, Gathering, Unit
 from .calls import Call, View
 
@@ -41,7 +41,7 @@ def gathering_of(view: View, bandwidth: float | None = None) -> Gathering | None
             if unit is not outermost and may_reshard(unit):
                 received = sum(_received_bytes(group) for group in groups_of(unit))
                 found[u] = replace(found[u], gather_seconds=received / bandwidth)
-    return Gathering(tuple(found), events)
+    return Gathering(tuple(found), events, holds_received())
 
 
 def _received_bytes(group: Any) -> int:

@@ -62,6 +62,16 @@ def test_a_unit_that_stays_is_gathered_once() -> None:
     assert backward[0].level_bytes == -5 + 10 + 10 + 80 + 80
 
 
+def test_what_was_received_last_may_lie_beside_the_next_copy() -> None:
+    held = replace(two_blocks(), holds_received=True)
+    forward, backward = beside_calls(held, [80, 80], is_alone=True, is_accumulating=False)
+    plain, plain_backward = beside_calls(two_blocks(), [80, 80], is_alone=True, is_accumulating=False)
+    # The root's parameters, both buffers and the second unit's parameters.
+    assert forward[1].before_bytes == forward[0].after_bytes == -5 + 10 + 80 + 80 + 80
+    assert [b.level_bytes for b in forward] == [b.level_bytes for b in plain]
+    assert backward == plain_backward  # there it is let go of after each copy
+
+
 def test_gradients_of_shards_stay_where_they_are_summed() -> None:
     _, once = beside_calls(two_blocks(), [80, 80], is_alone=False, is_accumulating=False)
     _, summed = beside_calls(two_blocks(), [80, 80], is_alone=False, is_accumulating=True)
@@ -70,6 +80,7 @@ def test_gradients_of_shards_stay_where_they_are_summed() -> None:
 
 
 def test_survives_json() -> None:
-    around = Surroundings(7, 9, gathering=two_blocks())
-    assert Surroundings.from_dict(json.loads(json.dumps(asdict(around)))) == around
+    for gathering in (two_blocks(), replace(two_blocks(), holds_received=True)):
+        around = Surroundings(7, 9, gathering=gathering)
+        assert Surroundings.from_dict(json.loads(json.dumps(asdict(around)))) == around
     assert Surroundings.from_dict(asdict(Surroundings(7, 9))) == Surroundings(7, 9)
