@@ -37,7 +37,7 @@ class Flow:
         self._savers = savers
         home: dict[Node, int] = dict.fromkeys(given, -1)
         for n, ends in made.items():
-            self._own[n] = _reached(ends, home, n)
+            self._own[n] = reached(ends, home, n)
             self._ends[n] = [node for node in ends if home.get(node) == n]
         self._number = {node: k for k, node in enumerate(node for ends in self._ends.values() for node in ends)}
         self._above: dict[Node, int] = {}  # bit k: the end with that number leads to it, or is it
@@ -47,12 +47,12 @@ class Flow:
         nodes = [node for own in self._own.values() for node in own]
         for k, node in enumerate(returned, first):
             self._from[node] = self._from.get(node, 0) | 1 << k
-            nodes += _reached([node], home, -1)  # that of what an operation only writes
+            nodes += reached([node], home, -1)  # that of what an operation only writes
         for n, own in self._own.items():
             for node in own if savers.get(n) else ():
                 self._from[node] = self._from.get(node, 0) | 1 << n
         # What reads a value is made after it.
-        for node in sorted(nodes, key=_age, reverse=True):
+        for node in sorted(nodes, key=age, reverse=True):
             above = self._above.get(node, 0) | (1 << self._number[node] if node in self._number else 0)
             self._above[node] = above
             for following, _ in node.next_functions:
@@ -96,7 +96,7 @@ class Flow:
             after = left
 
 
-def _reached(nodes: Iterable[Node], home: dict[Node, int], n: int) -> list[Node]:
+def reached(nodes: Iterable[Node], home: dict[Node, int], n: int) -> list[Node]:
     """The nodes from these on that are at home nowhere yet, which operation `n` has made; leaves are left out."""
     found: list[Node] = []
     stack = list(nodes)
@@ -109,5 +109,6 @@ def _reached(nodes: Iterable[Node], home: dict[Node, int], n: int) -> list[Node]
     return found
 
 
-def _age(node: Node) -> int:
+def age(node: Node) -> int:
+    """A number that no other node of the same forward has; larger than those of the nodes that it leads to."""
     return node._sequence_nr()

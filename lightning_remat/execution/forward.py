@@ -120,7 +120,7 @@ class _Forward:
                         self._revive(n)
                         if learns is not None:
                             learns.note(n)
-            if learns is not None and program.variants == [program]:
+            if learns is not None and learns.is_first:
                 rests = learns.rests()
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._leave_autograd()

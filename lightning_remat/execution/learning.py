@@ -22,7 +22,7 @@ from ..operations.saved_tensors import (
     storage_owners,
     tensors_of,
 )
-from .flow import Flow
+from .flow import Flow, age, reached
 from .instructions import Order
 from .places import ELSEWHERE, TAPE, Place, Places
 from .program import Program
@@ -36,10 +36,14 @@ class Learning:
         program: What is executed.
         values: The table of the execution.
         num_given: How many of the values are those of placeholders.
+
+    Attributes:
+        is_first: Whether it is not known yet what can rest.
     """
 
     def __init__(self, program: Program, values: list[Any], num_given: int) -> None:
         self.program, self.values = program, values
+        self.is_first = program.variants == [program]
         self.leaves: list[list[Leaf]] = [[] for _ in program.steps]
         self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
         self.slot_of = slots(program.traced)
@@ -47,7 +51,8 @@ class Learning:
         self._left: list[Tensor] = []  # which the caller gets, whether or not the table still holds it in the end
         self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
         self.external = {key for t in self.given if (key := storage_key(t)) is not None}
-        self.ends: dict[int, set[Any]] = {}  # the nodes of autograd that made the outputs
+        # Autograd's nodes of the outputs, by their ages: the nodes would hold what is saved, and some go meanwhile.
+        self._ages: dict[int, set[int]] = {}
         self.forms: dict[int, Form] = {}
         self.devices: set[torch.device] = set()  # of what has gradients
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -59,7 +64,9 @@ class Learning:
         tensors = tensors_of(self.values[slot] for slot in outputs)
         self.leaves[n] = [Leaf.of(t) for t in tensors]
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
-        self.ends[n] = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        if not self.is_first:
+            return
+        self._ages[n] = {age(t.grad_fn) for t in tensors if t.grad_fn is not None}
         self._left += tensors if self.program.steps[n].is_output else ()
         self.devices |= {t.device for t in tensors if t.requires_grad}
         is_one = len(outputs) == 1 and isinstance(self.values[outputs[0]], Tensor)
@@ -107,7 +114,10 @@ class Learning:
         if len(self.devices) > 1 or self.program.kinds[0].is_fake:
             return Rests()
         program = self.program
-        flow = Flow(self.ends, self._given_nodes, self._sources(), self._savers())
+        sources = list(self._sources())
+        alive = {age(node): node for node in reached(sources, dict.fromkeys(self._given_nodes, -1), 0)}
+        ends = {n: {alive[k] for k in ages if k in alive} for n, ages in self._ages.items()}
+        flow = Flow(ends, self._given_nodes, sources, self._savers())
         order = Order.of(program.traced, program.schedule)
         return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
 
@@ -123,7 +133,7 @@ class Learning:
 
     def _savers(self) -> dict[int, list[int]]:
         """Of each operation, those whose backwards may hold what it made."""
-        found: dict[int, list[int]] = {n: [] for n in self.ends}
+        found: dict[int, list[int]] = {n: [] for n in self._ages}
         for n, node in enumerate(self.program.graph.nodes):
             for i in (n, *node.inputs) if node.saved or node.tape_bytes else ():
                 found[i].append(n)

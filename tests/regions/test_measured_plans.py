@@ -233,7 +233,6 @@ def test_peaks_are_as_predicted(kind: str) -> None:
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )
-@pytest.mark.xfail(reason="where outputs rest, later steps of one of these modules need a value less than predicted")
 @pytest.mark.slow
 def test_peaks_of_random_modules_are_as_predicted(module: RandomModule) -> None:
     module.returns_sum = True
