@@ -223,9 +223,25 @@ class Execution:
             if self.keeper is not None and target >= program.rests.last_fill and (keeper := self.keeper()) is not None:
                 keeper.execution = self.keeper = None
         except BaseException:
-            self.forget()
-            self.position = len(program.backwards)  # whatever comes next starts over
+            self._give_up()
             raise
+
+    def fill(self) -> None:
+        """Makes again all that rests."""
+        with self.lock:
+            try:
+                with self._recomputing():
+                    for n in self.program.rests.filled:
+                        if self.values[self.steps[n].outputs[0]] is None:
+                            self.run_again(n)
+            except BaseException:
+                self._give_up()
+                raise
+
+    def _give_up(self) -> None:
+        """Whatever comes next starts over."""
+        self.forget()
+        self.position = len(self.program.backwards)
 
     def _start_over(self) -> None:
         self.forget()
@@ -393,3 +409,8 @@ class Keeper:
         execution = self.reference()
         if execution is not None:  # else no backward of it reads anything any more
             execution.arrive(n)
+
+    def enter(self, _gradients: Any) -> None:
+        """A backward comes in from outside."""
+        if torch.is_grad_enabled() and (execution := self.execution) is not None:  # it is differentiated itself
+            execution.fill()

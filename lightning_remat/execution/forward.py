@@ -121,9 +121,11 @@ class _Forward:
                         if learns is not None:
                             learns.note(n)
             if learns is not None and learns.is_first:
-                rests = learns.rests()
+                rests = learns.rests(returned)
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._leave_autograd()
+            if program.rests.filled:
+                self._watch_sources()
             if program.rests.unproven:
                 self._prove_rests()
         except BaseException:
@@ -149,6 +151,15 @@ class _Forward:
             if values[slot] is not None:
                 self.execution.output_versions[slot] = [t._version for t in tensors_of([values[slot]])]
         self.dormant.clear()
+
+    def _watch_sources(self) -> None:
+        nodes: set[Any] = set()
+        for entry in self.program.rests.sources:
+            value = self.returned.get(entry.slot, self.values[entry.slot])
+            tensor = value if isinstance(value, Tensor) else tensors_of([value])[entry.leaf]
+            nodes.add(entry.node_of(tensor))
+        for node in nodes - {None}:
+            node.register_prehook(self.keeper.enter)
 
     def _prove_rests(self) -> None:
         """Where something else holds memory that was given up, nothing rests in further calls."""

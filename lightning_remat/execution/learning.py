@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from .flow import Flow, age, reached
 from .instructions import Order
 from .places import ELSEWHERE, TAPE, Place, Places
 from .program import Program
-from .resting import EMPTY_SHAPE, Form, Rests, rests_of
+from .resting import EMPTY_SHAPE, Entry, Form, Rests, rests_of
 
 
 class Learning:
@@ -47,8 +48,8 @@ class Learning:
         self.leaves: list[list[Leaf]] = [[] for _ in program.steps]
         self.homes: list[list[tuple[int, int]]] = [[] for _ in program.steps]  # where these are, see `Place`
         self.slot_of = slots(program.traced)
-        self.given = tensors_of(values[:num_given])
-        self._left: list[Tensor] = []  # which the caller gets, whether or not the table still holds it in the end
+        self._given = values[:num_given]
+        self.given = tensors_of(self._given)
         self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
         self.external = {key for t in self.given if (key := storage_key(t)) is not None}
         # Autograd's nodes of the outputs, by their ages: the nodes would hold what is saved, and some go meanwhile.
@@ -67,7 +68,6 @@ class Learning:
         if not self.is_first:
             return
         self._ages[n] = {age(t.grad_fn) for t in tensors if t.grad_fn is not None}
-        self._left += tensors if self.program.steps[n].is_output else ()
         self.devices |= {t.device for t in tensors if t.requires_grad}
         is_one = len(outputs) == 1 and isinstance(self.values[outputs[0]], Tensor)
         # Where several return one tensor, others still read it when the first is done: it rests for none of them.
@@ -109,35 +109,31 @@ class Learning:
         read = (self.values[slot] for slot in self.program.steps[n].inputs)
         return any(t is output for value in read if not isinstance(value, Tensor) for t in tensors_of([value]))
 
-    def rests(self) -> Rests:
-        """What can rest in further calls, once the forward has run: nothing where threads of two devices run it."""
+    def rests(self, returned: Mapping[int, Any]) -> Rests:
+        """What can rest in further calls, once the forward has run: nothing where threads of two devices run it.
+
+        Args:
+            returned: What the caller gets, by slots.
+        """
         if len(self.devices) > 1 or self.program.kinds[0].is_fake:
             return Rests()
         program = self.program
-        sources = list(self._sources())
-        alive = {age(node): node for node in reached(sources, dict.fromkeys(self._given_nodes, -1), 0)}
+        sources = dict(self._sources({**dict(enumerate(self._given)), **returned}))
+        nodes = sources.values()
+        alive = {age(node): node for node in reached(nodes, dict.fromkeys(self._given_nodes, -1), 0)}
         ends = {n: {alive[k] for k in ages if k in alive} for n, ages in self._ages.items()}
-        flow = Flow(ends, self._given_nodes, sources, self._savers())
+        flow = Flow(ends, self._given_nodes, nodes)
         order = Order.of(program.traced, program.schedule)
-        return rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
+        found = rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
+        return replace(found, sources=tuple(sources))
 
-    def _sources(self) -> Generator[Any]:
-        """The nodes from which gradients come: of what the caller gets, and of what was given and is written.
-
-        Where the caller writes into a view, gradients come to its base, and not to the view that there was.
-        """
-        for t in (*self._left, *self.given):
-            for node in (t.grad_fn, None if t._base is None else t._base.grad_fn):
-                if node is not None and node not in self._given_nodes:
-                    yield node
-
-    def _savers(self) -> dict[int, list[int]]:
-        """Of each operation, those whose backwards may hold what it made."""
-        found: dict[int, list[int]] = {n: [] for n in self._ages}
-        for n, node in enumerate(self.program.graph.nodes):
-            for i in (n, *node.inputs) if node.saved or node.tape_bytes else ():
-                found[i].append(n)
-        return found
+    def _sources(self, values: Mapping[int, Any]) -> Generator[tuple[Entry, Any]]:
+        """Where gradients come from, with the nodes: what the caller gets, and what was given and is written."""
+        for slot, value in values.items():
+            for k, t in enumerate(tensors_of([value])):
+                for entry in (Entry(slot, k, is_base=False), Entry(slot, k, is_base=True)):
+                    if (node := entry.node_of(t)) is not None and node not in self._given_nodes:
+                        yield entry, node
 
     def places(self, n: int, saved: list[Tensor]) -> Places:
         """Where the tensors belong that operation n has just saved; its inputs live, so that storages tell."""

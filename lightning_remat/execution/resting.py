@@ -2,8 +2,9 @@
 
 Where autograd holds the very tensor that an operation returned, that tensor can be empty from its last reader in the
 forward until it is made again. A backward that ran in between would meet no values, so an output rests only where a
-backward that tells runs before each of these, whatever is differentiated. It rests once: later backwards of a retained
-graph find it filled.
+backward that tells runs before each of these, whatever gradients are asked for. Where a backward is differentiated
+itself, gradients come from what it saved, too: then all is filled when it begins. It rests once: later backwards of a
+retained graph find it filled.
 """
 
 from __future__ import annotations
@@ -117,6 +118,26 @@ class Resting:
             yield "del resting"
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where gradients come into a graph.
+
+    Attributes:
+        slot: Of a value that the caller gets, or has given and that is written.
+        leaf: Which of its tensors.
+        is_base: Whether they come to what the tensor is a view of: so they do once the caller writes into the view.
+    """
+
+    slot: int
+    leaf: int
+    is_base: bool
+
+    def node_of(self, tensor: Tensor) -> Any:
+        """Autograd's node there, if there is one."""
+        of = tensor._base if self.is_base else tensor
+        return None if of is None else of.grad_fn
+
+
 def _num_holders(tensor: Tensor) -> int:
     """How many hold the tensor, all of Python as one."""
     return cast(Any, tensor)._use_count()
@@ -132,6 +153,7 @@ class Rests:
         tensors: Of each operation whose output gives up its memory, that tensor.
         filled: Of each operation that is made again, what rests in its storage and is read.
         last_fill: The place among the backwards before which the last of them is made again.
+        sources: Where gradients come in: before a backward that is differentiated itself all that rests is filled.
         unproven: Those of which it is not known whether others hold their memory, too.
     """
 
@@ -140,6 +162,7 @@ class Rests:
     tensors: Mapping[int, Resting] = field(default_factory=dict[int, Resting])
     filled: Mapping[int, tuple[Resting, ...]] = field(default_factory=dict[int, tuple[Resting, ...]])
     last_fill: int = -1
+    sources: tuple[Entry, ...] = ()
     unproven: list[Resting] = field(default_factory=list[Resting])
 
 
@@ -185,7 +208,7 @@ def rests_of(
     tensors = {n: Resting(first + k, forms[n]) for k, n in enumerate(family)}
     filled = {r: tuple(tensors[n] for n in family if n in read and graph.roots[n] == r) for r in roots}
     last_fill = max((again[r] for r in roots), default=-1)
-    return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, list(tensors.values()))
+    return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, unproven=list(tensors.values()))
 
 
 def _places_again(schedule: Schedule) -> dict[int, int]:

@@ -293,6 +293,7 @@ def of_the_state(m: nn.Module) -> None:
 # The first sine is discarded in the forward, and made again before the backward of what leads to none of its readers.
 ENTRIES: list[tuple[Callable[[], nn.Module], str, Callable[[Any], None]]] = [
     (Diamond, "F0 F1 F2 F3 F4 F5 F6 D1 B6 D6 B5 D5 B4 D4 F1 B3 D3 B2 D2 D1 B1 B0 D0", of_the_last_again),
+    (Diamond, "F0 F1 F2 F3 F4 F5 F6 D1 B6 D6 F1 B5 D5 B4 D4 B3 D3 B2 D2 D1 B1 B0 D0", of_the_last_again),
     (View, "F0 F1 F2 F3 F4 D1 F1 B4 D4 B3 D3 B2 D2 D1 B1 B0 D0", written),
     (Writes, "F0 F1 F2 F3 F4 F5 D1 B5 D5 F1 B4 D4 B3 D3 T3 B2 D2 D1 B1 B0 D0", of_the_state),
 ]
