@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import RandomVariable
+from torch._dynamo.variables.misc import RandomVariable
 
 from ..devices import modules_of_kinds
 from .shared_setting import Exchange, captures_here

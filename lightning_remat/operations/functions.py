@@ -54,6 +54,8 @@ class _Custom(torch.autograd.Function):
             ctx.mark_non_differentiable(*(outputs[i] for i in function.non_differentiable))
         # What the user kept on `ctx` directly is not checked for later changes, so it is saved under another counter.
         kept = [v.data if isinstance(v, Tensor) and i not in function.saved else v for i, v in enumerate(saved)]
+        aside = (v for i, v in enumerate(saved) if isinstance(v, Tensor) and i not in function.saved)
+        ctx.keeps_differentiable = any(v.requires_grad or any(v is o for o in outputs) for v in aside)
         ctx.save_for_backward(*(v for v in kept if isinstance(v, Tensor)))
         ctx.rest = [None if isinstance(v, Tensor) else (v,) for v in kept]
         ctx.graph = backward
@@ -61,10 +63,38 @@ class _Custom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if rest is None else rest[0] for rest in ctx.rest]
+        is_differentiated = torch.is_grad_enabled()  # before the captured backward, which sets the mode itself
+        tensors = ctx.saved_tensors
+        rest = iter(tensors)
+        saved = [next(rest) if value is None else value[0] for value in ctx.rest]
         found = ctx.graph(*gradients, *saved)
-        return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
+        found = found if isinstance(found, (tuple, list)) else (found,)
+        if is_differentiated:
+            if ctx.keeps_differentiable:
+                raise _twice()
+            read = [t for t in (*gradients, *tensors) if isinstance(t, Tensor) and t.requires_grad]
+            # What is handed on as it came, a straight-through estimate, say, is differentiated by itself.
+            found = [g if g is None or any(g is t for t in gradients) else _Once.apply(g, *read) for g in found]
+        return None, None, None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that is not to be differentiated by what it was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *read: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise _twice()
+
+
+def _twice() -> RuntimeError:
+    return RuntimeError(
+        "the backward of a torch.autograd.Function is differentiated, of which TorchDynamo captures no gradients. "
+        "Remedy: leave the module that applies it out of the rewritten modules"
+    )
 
 
 class Checkpointed:

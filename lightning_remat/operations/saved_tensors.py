@@ -157,7 +157,8 @@ def held_tensors(results: Iterable[Tensor]) -> list[Tensor] | None:
     """The tensors that autograd holds for the backwards of the operation that made these, as it hands them over.
 
     What it holds as it was given is the same object here; of an operation's own result, and of a view that a kernel
-    made of what it was given, it holds another. None where a function of the user's decides what is held.
+    made of what it was given, it holds another. None where a function of the user's decides what is held, or where
+    something has been written since it was saved, which autograd hands over to nobody: no gradient asks for it.
 
     Args:
         results: Made from leaves, outside saved-tensor hooks.
@@ -172,7 +173,12 @@ def held_tensors(results: Iterable[Tensor]) -> list[Tensor] | None:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return None
         seen.add(node)
-        found += tensors_of(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        try:
+            found += tensors_of(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return None
         stack += [following for following, _ in node.next_functions]
     return found
 

@@ -12,6 +12,7 @@ import torch
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
+from uses import same
 
 from lightning_remat import is_recomputing
 from lightning_remat.execution import executor
@@ -120,3 +121,68 @@ def test_a_backward_can_be_tried_again_after_an_error(place: str) -> None:
         loss.backward()
         results.append([p.grad for p in module.parameters()] + list(module.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class OnContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.round() + x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 + ctx.x.sin())
+
+
+class Saves(OnContext):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.round() + x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 + ctx.saved_tensors[0].sin())
+
+
+class Applies(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.first(x).tanh()).sigmoid())
+
+
+@pytest.mark.parametrize("function", [OnContext, Saves])
+def test_what_is_not_captured_of_a_function_is_refused(function: type[torch.autograd.Function]) -> None:
+    """The gradient of its backward: TorchDynamo captures backwards as if nobody differentiated them."""
+    module, x = Applies(function), torch.randn(3, 4)
+    ours = recomputing_copy(module, x)
+    assert_equal_traces(traces(module, [x, x]), traces(ours, [x, x]))
+    with pytest.raises(RuntimeError, match="leave the module that applies it out"):  # noqa: PT012 - either may
+        (gradient,) = torch.autograd.grad(ours(x).sum(), ours.first.weight, create_graph=True)
+        gradient.sum().backward()
+    assert_equal_traces(traces(module, [x, x]), traces(ours, [x, x]))
+
+
+class StraightThrough(OnContext):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_a_function_hands_on_is_differentiated() -> None:
+    module, x = Applies(StraightThrough), torch.randn(3, 4)
+    ours = recomputing_copy(module, x)
+    for _ in range(2):
+        for m in (module, ours):
+            m.zero_grad()
+            (gradient,) = torch.autograd.grad(m(x).sum(), m.first.weight, create_graph=True)
+            gradient.square().sum().backward()
+        assert module.first.weight.grad is not None
+        assert same(*([p.grad for p in m.parameters()] for m in (module, ours)))

@@ -208,3 +208,8 @@ def test_of_a_function_of_the_users_nothing_is_said() -> None:
             return gradient * ctx.saved_tensors[0]
 
     assert held_tensors([Custom.apply(torch.randn(3, requires_grad=True)).sin()]) is None
+
+
+def test_of_what_was_written_since_it_was_saved_nothing_is_said() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert held_tensors([x.exp().mul_(2)]) is None
