@@ -101,7 +101,7 @@ class Execution:
         self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
         self.output_versions: dict[int, list[int]] = {}
         self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
-        self.keeper: weakref.ref[Keeper] | None = None  # while something rests
+        self.keeper: weakref.ref[Any] | None = None  # by which backwards find this, while something rests
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
         self.num_done = 0  # of program.busy
         self.lock = threading.RLock()
@@ -386,31 +386,3 @@ class Execution:
         self.read.clear()
         self.released.clear()
         self.tapes.clear()
-
-
-class Keeper:
-    """By which a backward that tells that it begins finds its execution; autograd's graph holds it.
-
-    Attributes:
-        execution: While something rests, which nothing else would fill.
-        reference: To it, from then on.
-    """
-
-    __slots__ = ("__weakref__", "execution", "reference")
-
-    def __init__(self, execution: Execution) -> None:
-        self.execution: Execution | None = None
-        self.reference = weakref.ref(execution)
-        if execution.program.rests.filled:
-            self.execution, execution.keeper = execution, weakref.ref(self)
-
-    def arrive_before(self, n: int, _gradients: Any) -> None:
-        """The backward of `n` begins."""
-        execution = self.reference()
-        if execution is not None:  # else no backward of it reads anything any more
-            execution.arrive(n)
-
-    def enter(self, _gradients: Any) -> None:
-        """A backward comes in from outside."""
-        if torch.is_grad_enabled() and (execution := self.execution) is not None:  # it is differentiated itself
-            execution.fill()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,11 +27,12 @@ from ..operations.saved_tensors import (
     storage_key,
     tensors_of,
 )
-from .executor import Execution, Keeper, Reference, Watch
+from .executor import Execution, Reference, Watch
 from .instructions import Do
 from .learning import Learning
 from .places import Place
 from .program import Program, SlotOf, with_rests
+from .telling import Keeper
 
 _OUTSIDE = Place(ExternalRef())
 _BACKWARD = -1  # holds a tensor in place of an operation
@@ -158,8 +158,7 @@ class _Forward:
             value = self.returned.get(entry.slot, self.values[entry.slot])
             tensor = value if isinstance(value, Tensor) else tensors_of([value])[entry.leaf]
             nodes.add(entry.node_of(tensor))
-        for node in nodes - {None}:
-            node.register_prehook(self.keeper.enter)
+        self.keeper.watch(nodes - {None})
 
     def _prove_rests(self) -> None:
         """Where something else holds memory that was given up, nothing rests in further calls."""
@@ -322,19 +321,11 @@ class _Forward:
 
         One that autograd does not know of, as of taking an item of a tuple, is part of the one before it.
         """
-        step, tell = self.program.steps[n], partial(self.keeper.arrive_before, n)
+        step = self.program.steps[n]
         is_part = step.operation.view_of is not None
         before = [t.grad_fn for t in tensors_of(self.values[i] for i in step.inputs)] if is_part else []
-        for leaf in leaves:
-            node = leaf.grad_fn
-            if node is None or any(node is other for other in before):
-                continue
-            if step.is_output or leaf._backward_hooks is not None:  # pyright: ignore
-                node.register_prehook(tell)
-            else:
-                # As `register_hook`, which makes a handle as well.
-                leaf._backward_hooks = {0: tell}  # pyright: ignore
-                cast(Any, node)._register_hook_dict(leaf)
+        own = [t for t in leaves if (node := t.grad_fn) is not None and all(node is not other for other in before)]
+        self.keeper.hear_of(n, own, is_output=step.is_output)
 
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.
