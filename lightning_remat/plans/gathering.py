@@ -203,11 +203,6 @@ class _Walk:
             self.note()
             self.parameters[u] = self.gathering.units[u].full_bytes
 
-    def let_go(self, units: Collection[int]) -> None:
-        """Of what their gathers have received."""
-        for u in units:
-            self.buffers.pop(u, None)
-
     def forward(self) -> list[Beside]:
         depth, last = 0, -1
         for event in self.gathering.events:
@@ -219,12 +214,12 @@ class _Walk:
                 depth += 1
                 if not self.is_gathered(u):
                     self.receive(u)
-                    earlier, last = ({last} - {u}), u
                     if self.gathering.holds_received:
                         self.unpack(u)
-                        self.let_go(earlier)
-                    else:
-                        self.let_go(earlier)
+                    if last != u:
+                        self.buffers.pop(last, None)  # that of the gather before is let go of only now
+                    last = u
+                    if not self.gathering.holds_received:
                         self.unpack(u)
                 continue
             depth -= 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_modules import Scaled
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -123,18 +124,7 @@ def test_a_backward_can_be_tried_again_after_an_error(place: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-class OnContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.x = x
-        return x.round() + x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * (2 + ctx.x.sin())
-
-
-class Saves(OnContext):
+class Saves(Scaled):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -154,7 +144,7 @@ class Applies(nn.Module):
         return self.last(self.function.apply(self.first(x).tanh()).sigmoid())
 
 
-@pytest.mark.parametrize("function", [OnContext, Saves])
+@pytest.mark.parametrize("function", [Scaled, Saves])
 def test_what_is_not_captured_of_a_function_is_refused(function: type[torch.autograd.Function]) -> None:
     """The gradient of its backward: TorchDynamo captures backwards as if nobody differentiated them."""
     module, x = Applies(function), torch.randn(3, 4)
@@ -166,7 +156,7 @@ def test_what_is_not_captured_of_a_function_is_refused(function: type[torch.auto
     assert_equal_traces(traces(module, [x, x]), traces(ours, [x, x]))
 
 
-class StraightThrough(OnContext):
+class StraightThrough(Scaled):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.round()

@@ -63,5 +63,5 @@ def test_at_exactly_the_least_budget_a_model_is_planned(name: str) -> None:
     assert plan.num_recomputed
     # The first step has hooks where something rests in further ones, whose backwards hold longer what they read.
     peaks = [measured_peak(module, **kwargs) - LOSS_BYTES for _ in range(3)]
-    assert max(peaks) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert peaks[1:] == pytest.approx([plan.peak_bytes] * 2, rel=0.01)
     assert max(peaks) <= least
