@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..module_state.ambient import Recomputing
-from ..module_state.random_state import Draws
-from ..operations.saved_tensors import Likeness, likeness_of, tensors_of
+from ..module_state.random_state import Draws, Replay
+from ..operations.saved_tensors import tensors_of
 
 
 class Recorded(Protocol):
@@ -20,7 +19,7 @@ class Recorded(Protocol):
     values: list[Any]
     differentiable: dict[int, tuple[int, ...]]
     draws: dict[int, Draws]
-    taped: dict[int, list[tuple[int, Likeness]]]
+    taped: dict[int, list[tuple[int, torch.Size]]]
     tapes: dict[int, dict[int, Tensor]]
 
     @property
@@ -53,7 +52,7 @@ class Attended:
         self._recorded, self._caught, self._settings = recorded, _Caught(), Recomputing(None)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._caught.pack, self._caught.__getitem__)
         self._is_running = self._is_caught = False
-        self._replayed: AbstractContextManager[None] | None = None
+        self._replayed: Replay | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +66,8 @@ class Attended:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
         recorded = self._recorded
         for slot in recorded.differentiable.get(n, ()):
-            for t in tensors_of((recorded.values[slot],)):
+            value = recorded.values[slot]
+            for t in (value,) if isinstance(value, Tensor) else tensors_of((value,)):
                 t.requires_grad_()  # others around it may have made it without gradients
         self._settings.__enter__()
         self._is_running = True
@@ -100,7 +100,7 @@ class Attended:
     def _keep_tape(self, n: int) -> None:
         recorded, saved = self._recorded, self._caught
         own, num_saved = recorded.taped[n], len(recorded.saved[n])
-        if len(saved) != num_saved or not all(likeness_of(saved[k]) == likeness for k, likeness in own):
+        if len(saved) != num_saved or any(saved[k].shape != shape for k, shape in own):
             raise RuntimeError(
                 f"{recorded.name_of(n)} saved other tensors for its backward in its recomputation than in its first "
                 f"run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it out of "

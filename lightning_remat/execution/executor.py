@@ -23,7 +23,6 @@ from ..operations.contexts import ContextStack
 from ..operations.evaluation import Stretch, leaf_of
 from ..operations.saved_tensors import (
     Geometry,
-    Likeness,
     OutputRef,
     TapeRef,
     geometry_of,
@@ -90,8 +89,8 @@ class Execution:
         self.kinds = program.kinds[0]
         self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
-        self.taped: dict[int, list[tuple[int, Likeness]]] = {}  # those of them that nothing else holds
-        self.differentiable: dict[int, tuple[int, ...]] = {}  # what `Attended` reads to which gradients flow
+        self.taped: dict[int, list[tuple[int, torch.Size]]] = {}  # those of them that nothing else holds
+        self.differentiable = program.differentiable
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}
         self.copies: dict[int, dict[int, Tensor]] = {}
@@ -208,13 +207,13 @@ class Execution:
     def _advance(self, target: int) -> None:
         program = self.program
         try:
-            self._is_ambient_same()
+            is_same = self._is_ambient_same()
             if target < self.position:
                 self._start_over()
             while (place := program.busy[self.num_done]) <= target:
                 self.position = place
                 self.num_done += 1
-                if program.recomputes[place] or not self._is_ambient_same():
+                if program.recomputes[place] or not is_same:
                     with self._recomputing():  # once for all that runs here
                         self._follow(program.before[place])
                 else:

@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..module_state.random_state import Draws, drawn_from, generators_in_use
+from ..module_state.random_state import Draws, Source, drawn_from, generators_in_use
 from ..operations.contexts import ContextStack
 from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import (
     ExternalRef,
-    Likeness,
     OutputRef,
     geometry_of,
-    likeness_of,
     storage_key,
     tensors_of,
 )
@@ -79,6 +77,7 @@ class _Forward:
         self.packing, self.keeper = _Packing(), Keeper(execution)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, execution.unpack)
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
+        self.generators: list[Source] | None = None
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
@@ -203,18 +202,25 @@ class _Forward:
         """What operation n saves and draws is noted from here on."""
         step = self.program.steps[n]
         self.packing.operation = n
-        if step.is_attended_again:
-            self._note_differentiable(n)  # before it runs: what it writes in place may need gradients afterwards
+        if step.is_attended_again and n not in self.program.differentiable:
+            # Before it runs: what it writes in place may need gradients afterwards.
+            found = [slot for slot in step.inputs if _needs_gradient(self.values[slot])]
+            self.program.differentiable[n] = tuple(found)
         if step.operation.is_random and not self.execution.kinds.is_fake:
-            generators_in_use.acquire()
-            try:
-                self.draws = Draws(drawn_from(self.execution.kinds.devices))
-            except BaseException:
-                generators_in_use.release()
-                raise
+            self._begin_draws()
         if step.is_hooked:
             self.execution.running = n
             self.hooks.__enter__()
+
+    def _begin_draws(self) -> None:
+        if self.generators is None:
+            self.generators = drawn_from(self.execution.kinds.devices)
+        generators_in_use.acquire()
+        try:
+            self.draws = Draws(self.generators)
+        except BaseException:
+            generators_in_use.release()
+            raise
 
     def end(self, n: int) -> None:
         """Operation n has run; its inputs and outputs are in the table."""
@@ -255,7 +261,8 @@ class _Forward:
         every, changed = places.every, None
         for k, slot, part in places.whole:
             reference = references[k]
-            if _is_same(values[slot] if part < 0 else values[slot][part], reference.held):
+            value, held = values[slot] if part < 0 else values[slot][part], reference.held
+            if value is held or _is_same(value, held):
                 reference.held = None
             else:
                 changed = self._changed(reference, changed or every)
@@ -276,21 +283,15 @@ class _Forward:
                 references[k].held = tensor.detach()
 
     def _tape(self, n: int, references: list[Reference], own: Iterable[int]) -> None:
-        """Puts the tape of an operation, which is to be discarded, into the execution's keeping."""
-        tape: dict[int, Tensor] = {}
-        taped: list[tuple[int, Likeness]] = []
+        """Puts the tape of an operation, which is to be discarded, into the execution's keeping, if it is not yet."""
+        self.execution.taped[n] = [(k, references[k].held.shape) for k in own]
+        if self.program.steps[n].keeps_tape:
+            tape = self.execution.tapes[n] = dict[int, Tensor]()
+            for k in own:
+                tensor = references[k].held
+                tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
         for k in own:
-            tensor = references[k].held
             references[k].held = None
-            tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
-            taped.append((k, likeness_of(tensor)))
-        self.execution.tapes[n], self.execution.taped[n] = tape, taped
-        if n not in self.execution.differentiable:
-            self._note_differentiable(n)
-
-    def _note_differentiable(self, n: int) -> None:
-        found = [slot for slot in self.program.steps[n].inputs if _needs_gradient(self.values[slot])]
-        self.execution.differentiable[n] = tuple(found)
 
     def _changed(self, reference: Reference, places: tuple[Place, ...]) -> tuple[Place, ...]:
         """The places, if a saved tensor belongs elsewhere this time, or has other sizes: of a smaller batch, say."""
@@ -368,8 +369,8 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _is_same(a: Any, b: Tensor) -> bool:
-    """Whether it is told at a glance that both are tensors of the same memory."""
-    return a is b or (_start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride())
+    """Whether it is told at a glance that two objects are tensors of the same memory."""
+    return _start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:

@@ -76,6 +76,7 @@ class Step:
         is_output: Whether the caller gets what it makes.
         is_repeated: Whether the schedule runs it more than once.
         is_taped: Whether its tape is discarded before its backward: else the references hold that.
+        keeps_tape: Whether it is not discarded at once.
         contexts: Those in which all of it was recorded.
         is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
         is_attended: Whether the executor must know of the beginning and the end of a first run.
@@ -99,6 +100,7 @@ class Step:
     is_output: bool
     is_repeated: bool
     is_taped: bool
+    keeps_tape: bool
     contexts: tuple[Context, ...]
     is_plain: bool
     is_attended: bool
@@ -139,6 +141,8 @@ class Program:
         variants: The program in which nothing rests, and once it has run the one by which further calls run.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
+        differentiable: Of what operations read of which more is wanted than their outputs, the slots of all to which
+            gradients were found to flow.
         kinds: Of the values of its placeholders, once it has run.
     """
 
@@ -167,6 +171,7 @@ class Program:
     variants: list[Program]
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
+    differentiable: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
 
     def use_hooks(self) -> None:
@@ -215,7 +220,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
     forward = tuple((Do.REST if what is Do.DROP and n in rests.tensors else what, n) for what, n in lines.forward)
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = Counter(n for kind, n in schedule if kind == "F")
-    taped = _discarded_tapes(schedule)
+    taped, passing = _discarded_tapes(schedule), _passing_tapes(forward)
     steps = tuple(
         _step(
             traced,
@@ -225,6 +230,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
             is_announced=n in announced,
             is_repeated=runs[n] > 1,
             is_taped=n in taped,
+            keeps_tape=n not in passing,
         )
         for n in range(len(traced.operations))
     )
@@ -307,6 +313,18 @@ def _discarded_tapes(schedule: Schedule) -> set[int]:
     return found
 
 
+def _passing_tapes(forward: Iterable[Instruction]) -> set[int]:
+    """The operations whose tapes are discarded before anything else has run."""
+    found: set[int] = set()
+    last = -1
+    for what, n in forward:
+        if what in (Do.RUN, Do.RUN_AGAIN, Do.COMPUTE):
+            last = n if what is Do.RUN else -1
+        elif what is Do.DROP_TAPE and n == last:
+            found.add(n)
+    return found
+
+
 def _left(forward: Iterable[Instruction]) -> list[int]:
     """The operations whose outputs are in the table at the end."""
     found: dict[int, None] = {}
@@ -343,6 +361,7 @@ def _step(
     is_announced: bool,
     is_repeated: bool,
     is_taped: bool,
+    keeps_tape: bool,
 ) -> Step:
     operation = traced.operations[n]
     own = [p for p in operation.parts if p not in operation.effects]
@@ -370,6 +389,7 @@ def _step(
         is_output,
         is_repeated,
         is_taped,
+        keeps_tape,
         contexts,
         not (is_output or kept or effects or contexts),
         is_hooked or is_announced or operation.is_random,

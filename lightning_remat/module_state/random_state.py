@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -86,20 +86,54 @@ class Draws:
         """The run has ended."""
         self._after = [source.read() for source, _ in self._before]
 
-    @contextmanager
-    def replayed(self) -> Generator[None, None, None]:
+    def replayed(self) -> Replay:
         """Draws the same numbers inside, and goes on from where the generators stood afterwards.
 
         Raises:
             RuntimeError: The run inside drew others.
         """
-        states = [(*known, after) for known, after in zip(self._before, self._after, strict=True)]
-        moved = [(source, before, after) for source, before, after in states if not source.same(before, after)]
-        with generators_in_use, RandomState(source for source, _, _ in moved).restored():
-            for source, before, _ in moved:
+        return Replay(
+            (source, before, after)
+            for (source, before), after in zip(self._before, self._after, strict=True)
+            if not source.same(before, after)
+        )
+
+
+class Replay:
+    """A context in which generators draw what they drew before; it is entered for many an operation, so no generator.
+
+    Args:
+        moved: Those that drew, with their states before and after.
+    """
+
+    __slots__ = ("_moved", "_now")
+
+    def __init__(self, moved: Iterable[tuple[Source, Any, Any]]) -> None:
+        self._moved, self._now = tuple(moved), list[tuple[Source, Any]]()
+
+    def __enter__(self) -> None:
+        """Sets them to where they stood before."""
+        generators_in_use.acquire()
+        try:
+            for source, before, _ in self._moved:
+                self._now.append((source, source.read()))
                 source.write(before)
-            yield
-            differ = [source.name for source, _, after in moved if not source.same(source.read(), after)]
+        except BaseException:
+            generators_in_use.release()
+            raise
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Puts them back to where they are now.
+
+        Raises:
+            RuntimeError: They have drawn other numbers.
+        """
+        try:
+            differ = [] if failed else [s.name for s, _, after in self._moved if not s.same(s.read(), after)]
+        finally:
+            for source, state in self._now:
+                source.write(state)
+            generators_in_use.release()
         if differ:
             raise RuntimeError(
                 f"a recomputation drew other random numbers from {', '.join(differ)} than the first run: another "
@@ -121,15 +155,15 @@ def drawing_from(sources: Callable[[Iterable[torch.device]], list[Source]]) -> G
 
 def device_generators(devices: Iterable[torch.device]) -> list[Source]:
     """Those from which all draw who name none."""
-    return [
-        Source(
-            f"the generator of {device}",
-            partial(random_state, device),
-            partial(set_random_state, device),
-            _same_tensor,
-        )
-        for device in devices
-    ]
+    return [_generator_of_device(device) for device in devices]
+
+
+@cache
+def _generator_of_device(device: torch.device) -> Source:
+    name = f"the generator of {device}"
+    if device == HOST:
+        return Source(name, torch.default_generator.get_state, torch.default_generator.set_state, _same_tensor)
+    return Source(name, partial(random_state, device), partial(set_random_state, device), _same_tensor)
 
 
 def generator_of(value: object) -> Source | None:
