@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 from ..module_state.ambient import Recomputing
 from ..module_state.random_state import Draws, Replay
 from ..operations.saved_tensors import tensors_of
+
+# As `saved_tensors_hooks` does, of which each of many an operation would make another.
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # pyright: ignore
 
 
 class Recorded(Protocol):
@@ -50,7 +55,7 @@ class Attended:
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded, self._caught, self._settings = recorded, _Caught(), Recomputing(None)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._caught.pack, self._caught.__getitem__)
+        self._hooks = self._caught.pack, self._caught.__getitem__
         self._is_running = self._is_caught = False
         self._replayed: Replay | None = None
 
@@ -76,7 +81,7 @@ class Attended:
             replayed.__enter__()
             self._replayed = replayed
         if with_tape and n in recorded.taped and n not in recorded.tapes:
-            self._hooks.__enter__()
+            push_hooks(*self._hooks)
             self._is_caught = True
 
     def end(self, n: int) -> None:
@@ -91,7 +96,7 @@ class Attended:
         self._is_running, self._is_caught, self._replayed = False, False, None
         try:
             if is_caught:
-                self._hooks.__exit__(*error)
+                pop_hooks()
             if replayed is not None:
                 replayed.__exit__(*error)
         finally:

@@ -25,6 +25,7 @@ from ..operations.saved_tensors import (
     storage_key,
     tensors_of,
 )
+from .attended import pop_hooks, push_hooks
 from .executor import Execution, Reference, Watch
 from .instructions import Do
 from .learning import Learning
@@ -75,7 +76,7 @@ class _Forward:
         self.execution, self.program, self.values = execution, execution.program, execution.values
         is_known = len(self.program.learned) == len(self.program.hooked)
         self.packing, self.keeper = _Packing(), Keeper(execution)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, execution.unpack)
+        self.hooks = self.packing.pack, execution.unpack
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.generators: list[Source] | None = None
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
@@ -200,17 +201,18 @@ class _Forward:
 
     def begin(self, n: int) -> None:
         """What operation n saves and draws is noted from here on."""
-        step = self.program.steps[n]
+        execution, step = self.execution, self.program.steps[n]
         self.packing.operation = n
-        if step.is_attended_again and n not in self.program.differentiable:
-            # Before it runs: what it writes in place may need gradients afterwards.
-            found = [slot for slot in step.inputs if _needs_gradient(self.values[slot])]
-            self.program.differentiable[n] = tuple(found)
-        if step.operation.is_random and not self.execution.kinds.is_fake:
-            self._begin_draws()
+        if step.is_attended_again:
+            if n not in execution.differentiable:
+                # Before it runs: what it writes in place may need gradients afterwards.
+                found = [slot for slot in step.inputs if _needs_gradient(self.values[slot])]
+                execution.differentiable[n] = tuple(found)
+            if step.operation.is_random and not execution.kinds.is_fake:
+                self._begin_draws()
         if step.is_hooked:
-            self.execution.running = n
-            self.hooks.__enter__()
+            execution.running = n
+            push_hooks(*self.hooks)
 
     def _begin_draws(self) -> None:
         if self.generators is None:
@@ -234,8 +236,8 @@ class _Forward:
         """Nothing more is noted; the references that autograd got."""
         packing, execution = self.packing, self.execution
         if execution.running is not None:
-            self.hooks.__exit__(None, None, None)
             execution.running = None
+            pop_hooks()
         if (draws := self.draws) is not None:
             self.draws = None
             try:
