@@ -136,7 +136,7 @@ def reason_against_units(root: nn.Module) -> str | None:
         if not is_unit(module):
             continue
         if not hasattr(module, "reset_iter_state"):
-            return f"this torch ({torch.__version__}) cannot end a sharded forward. Remedy: torch 2.15 or newer"
+            return f"this torch ({torch.__version__}) cannot end a sharded forward. Remedy: torch 2.13 or newer"
         for group in groups_of(module):
             for parameter in group.fsdp_params:
                 if parameter.is_dtensor:
