@@ -118,6 +118,7 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
         module = data.draw(modules(kinds=kinds))
         module.returns_sum = True
         x = torch.randn(4096, module.width)
+        plain_traces(copy.deepcopy(module), x)
         traced = trace(module, x)
         graph = profile(traced, x, repeats=1)
         # The gradients of an operation with several outputs come one by one in a step, together in its profile.
@@ -128,7 +129,6 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
         # The executor lets go of what nothing reads any more, however late the schedule discards it.
         schedule = apply_liveness(graph, data.draw(schedules(graph, in_forward=False)))
         note(f"{schedule}")
-        plain_traces(copy.deepcopy(module), x)
         rewrite(module, schedule, x)
         peak = simulate(graph, schedule).peak_bytes
         assert step_peak(module, x) == pytest.approx(peak, rel=0.001)
