@@ -164,7 +164,8 @@ def test_a_gradient_that_others_hold_stays_in_a_backward_of_several_operations()
 def test_an_output_that_goes_on_the_way_makes_room_where_others_hold_its_gradient() -> None:
     x = torch.randn(2, 4, 16, 16)
     module = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Conv2d(2, 8, 1), nn.ReLU(inplace=True))
-    _, fused = profile(trace(module, x), x, repeats=1).nodes
+    # What kernels allocate inside themselves, which depends on the processor, would hide it.
+    _, fused = profile(trace(module, x), x, repeats=1, with_kernels=False).nodes
     assert fused.kind == "conv2d+relu"
     # The output, its gradient and that of the convolution meet in the ReLU's backward; where the first goes, then the
     # gradients of the convolution's input and weights take its place, although another branch holds the second.
