@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from ..operations.evaluation import Stretch, only_written, slots
 from ..operations.operation import Operation, TracedModule
 from .instructions import Do, Instruction
-from .program import Program, needs_gradients
-from .stretches import Again, Stretches
+from .program import Program
+from .stretches import Again, Part, Stretches, needs_gradients
 
 
 class StretchCompiler:
@@ -43,9 +43,7 @@ class StretchCompiler:
         recomputes = tuple(any(map(needs_gradients, parts)) for parts in before)
         return replace(program, before=before, recomputes=recomputes, variants=[])
 
-    def _part(
-        self, part: Again | Instruction, bodies: set[fx.Node], traced: TracedModule, slot_of: Mapping[fx.Node, int]
-    ) -> Again | Instruction:
+    def _part(self, part: Part, bodies: set[fx.Node], traced: TracedModule, slot_of: Mapping[fx.Node, int]) -> Part:
         if not isinstance(part, Again):
             return part
         operations = [traced.operations[n] for what, n in part.instructions if what is Do.RUN_AGAIN]
@@ -60,9 +58,7 @@ class StretchCompiler:
         return replace(part, run_unrecorded=_running(self._compiled[key], read, made, left))
 
 
-def _without_attended(
-    parts: tuple[Again | Instruction, ...], program: Program, slot_of: Mapping[fx.Node, int]
-) -> Iterator[Again | Instruction]:
+def _without_attended(parts: tuple[Part, ...], program: Program, slot_of: Mapping[fx.Node, int]) -> Iterator[Part]:
     """The parts, with what brings a tape or draws between stretches: a compiled call could not tell where it begins."""
     stretches = Stretches(program.traced, slot_of, program.rests)
     for part in parts:

@@ -31,11 +31,11 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .attended import Attended
-from .instructions import Do, Instruction
+from .instructions import Do
 from .modified import modified
 from .places import TAPE, Place
 from .program import Kinds, Program, Step
-from .stretches import Again
+from .stretches import Again, LetGo, Part
 
 _version_of = attrgetter("_version")
 _NONE: dict[int, Tensor] = {}
@@ -201,29 +201,29 @@ class Execution:
     def arrive(self, n: int) -> None:
         """Runs the program up to the backward of `n`; starts it over if that has passed (a second backward)."""
         with self.lock:
-            if (target := self.place[n]) != self.position:
-                self._advance(target)
-
-    def _advance(self, target: int) -> None:
-        program = self.program
-        try:
-            is_same = self._is_ambient_same()
-            if target < self.position:
-                self._start_over()
-            while (place := program.busy[self.num_done]) <= target:
-                self.position = place
-                self.num_done += 1
-                if program.recomputes[place] or not is_same:
-                    with self._recomputing():  # once for all that runs here
+            target, program = self.place[n], self.program
+            if target == self.position:
+                return
+            try:
+                is_same = self._is_ambient_same()
+                if target < self.position:
+                    self._start_over()
+                while (place := program.busy[self.num_done]) <= target:
+                    self.position = place
+                    self.num_done += 1
+                    if program.recomputes[place] or not is_same:
+                        with self._recomputing():  # once for all that runs here
+                            self._follow(program.before[place])
+                    else:
                         self._follow(program.before[place])
-                else:
-                    self._follow(program.before[place])
-            self.position = target
-            if self.keeper is not None and target >= program.rests.last_fill and (keeper := self.keeper()) is not None:
-                keeper.execution = self.keeper = None
-        except BaseException:
-            self._give_up()
-            raise
+                self.position = target
+                if self.keeper is not None and target >= program.rests.last_fill:
+                    if (keeper := self.keeper()) is not None:
+                        keeper.execution = None
+                    self.keeper = None
+            except BaseException:
+                self._give_up()
+                raise
 
     def fill(self) -> None:
         """Makes again all that rests."""
@@ -254,10 +254,15 @@ class Execution:
                 elif what is Do.DROP_TAPE:
                     self.tapes.pop(n, None)
 
-    def _follow(self, parts: tuple[Again | Instruction, ...]) -> None:
+    def _follow(self, parts: tuple[Part, ...]) -> None:
         """Recomputes and discards."""
         for part in parts:
-            if isinstance(part, tuple):
+            if isinstance(part, LetGo):
+                for slot in part.slots:
+                    self.values[slot] = None
+                for n in part.tapes:
+                    self.tapes.pop(n, None)
+            elif isinstance(part, tuple):
                 what, n = part
                 if what is Do.RUN_AGAIN:
                     self.run_again(n, with_tape=self.steps[n].is_hooked)

@@ -30,7 +30,7 @@ from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
 from .places import Places
 from .resting import Rests
-from .stretches import Again, Stretches, indifferent_operations
+from .stretches import Part, Stretches, indifferent_operations, needs_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Program:
     forward: tuple[Instruction, ...]
     stretches: tuple[Stretch | Instruction, ...]
     backwards: tuple[int, ...]
-    before: tuple[tuple[Again | Instruction, ...], ...]
+    before: tuple[tuple[Part, ...], ...]
     busy: tuple[int, ...]
     recomputes: tuple[bool, ...]
     place: tuple[int, ...]
@@ -334,11 +334,6 @@ def _left(forward: Iterable[Instruction]) -> list[int]:
         elif what in (Do.DROP, Do.SLEEP, Do.REST):
             found.pop(n, None)
     return list(found)
-
-
-def needs_gradients(part: Again | Instruction) -> bool:
-    """Whether it must be run as in the forward, with gradients."""
-    return part.run_unrecorded is None if isinstance(part, Again) else part[0] is Do.RUN_AGAIN
 
 
 def _gathered(before: Sequence[tuple[Instruction, ...]], tells: Sequence[bool]) -> tuple[tuple[Instruction, ...], ...]:

@@ -38,6 +38,30 @@ class Again:
     hooked: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Discards that stand alone.
+
+    Attributes:
+        slots: Those of the outputs.
+        tapes: The operations whose tapes go.
+    """
+
+    slots: tuple[int, ...]
+    tapes: tuple[int, ...]
+
+
+Part = Again | LetGo | Instruction
+"""Of what happens before a backward."""
+
+
+def needs_gradients(part: Part) -> bool:
+    """Whether it must be run as in the forward, with gradients."""
+    if isinstance(part, Again):
+        return part.run_unrecorded is None
+    return not isinstance(part, LetGo) and part[0] is Do.RUN_AGAIN
+
+
 class Stretches:
     """Compiles the instructions of a program.
 
@@ -74,7 +98,7 @@ class Stretches:
         external: Callable[[int], Iterable[int]],
         hooked: frozenset[int],
         indifferent: frozenset[int],
-    ) -> tuple[Again | Instruction, ...]:
+    ) -> tuple[Part, ...]:
         """The instructions before a backward.
 
         Args:
@@ -85,12 +109,12 @@ class Stretches:
             hooked: The operations of which autograd gets references.
             indifferent: Those whose recomputations need no gradients, see `indifferent_operations`.
         """
-        found: list[Again | Instruction] = []
+        found: list[Part] = []
         for is_simple, group in groupby(before, lambda i: _is_simple(i, Do.RUN_AGAIN, plain)):
             instructions = tuple(group)
             again = [n for what, n in instructions if what is Do.RUN_AGAIN]
             if is_simple and again:
-                made = {p for n in again for p in self.traced.operations[n].outputs}
+                made = {p for n in again for p in self._outputs(n)}
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
                 reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
                 watched = attended.intersection(again)
@@ -108,9 +132,15 @@ class Stretches:
                         hooked.intersection(again) - watched,
                     )
                 )
+            elif is_simple:
+                slots = (self.slot_of[p] for what, n in instructions if what is Do.DROP for p in self._outputs(n))
+                found.append(LetGo(tuple(slots), tuple(n for what, n in instructions if what is Do.DROP_TAPE)))
             else:
                 found += instructions
         return tuple(found)
+
+    def _outputs(self, n: int) -> tuple[fx.Node, ...]:
+        return self.traced.operations[n].outputs
 
     def _compiled(
         self,
@@ -125,11 +155,11 @@ class Stretches:
             if what is Do.COMPUTE:
                 items.append(self.traced.constants[n])
             elif what is Do.DROP:
-                items += [self.slot_of[p] for p in self.traced.operations[n].outputs]
+                items += [self.slot_of[p] for p in self._outputs(n)]
             elif what is Do.DROP_TAPE:
                 items.append(TapeOf(n))
             elif what is Do.REST:
-                (output,) = self.traced.operations[n].outputs
+                (output,) = self._outputs(n)
                 items.append(Parting(self.slot_of[output], self.rests.tensors[n].resting))
             else:
                 items.append(self.traced.operations[n])
