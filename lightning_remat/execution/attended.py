@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -10,12 +10,7 @@ from torch import Tensor
 
 from ..module_state.ambient import Recomputing
 from ..module_state.random_state import Draws, Replay
-from ..operations.saved_tensors import tensors_of
-
-# As `saved_tensors_hooks` does, of which each of many an operation would make another.
-push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # pyright: ignore
+from ..operations.saved_tensors import Likeness, likeness_of, tensors_of
 
 
 class Recorded(Protocol):
@@ -24,7 +19,7 @@ class Recorded(Protocol):
     values: list[Any]
     differentiable: dict[int, tuple[int, ...]]
     draws: dict[int, Draws]
-    taped: dict[int, list[tuple[int, torch.Size]]]
+    taped: dict[int, list[tuple[int, Likeness]]]
     tapes: dict[int, dict[int, Tensor]]
 
     @property
@@ -55,7 +50,7 @@ class Attended:
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded, self._caught, self._settings = recorded, _Caught(), Recomputing(None)
-        self._hooks = self._caught.pack, self._caught.__getitem__
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._caught.pack, self._caught.__getitem__)
         self._is_running = self._is_caught = False
         self._replayed: Replay | None = None
 
@@ -71,8 +66,7 @@ class Attended:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
         recorded = self._recorded
         for slot in recorded.differentiable.get(n, ()):
-            value = recorded.values[slot]
-            for t in (value,) if isinstance(value, Tensor) else tensors_of((value,)):
+            for t in tensors_of((recorded.values[slot],)):
                 t.requires_grad_()  # others around it may have made it without gradients
         self._settings.__enter__()
         self._is_running = True
@@ -81,7 +75,7 @@ class Attended:
             replayed.__enter__()
             self._replayed = replayed
         if with_tape and n in recorded.taped and n not in recorded.tapes:
-            push_hooks(*self._hooks)
+            self._hooks.__enter__()
             self._is_caught = True
 
     def end(self, n: int) -> None:
@@ -96,7 +90,7 @@ class Attended:
         self._is_running, self._is_caught, self._replayed = False, False, None
         try:
             if is_caught:
-                pop_hooks()
+                self._hooks.__exit__(*error)
             if replayed is not None:
                 replayed.__exit__(*error)
         finally:
@@ -105,7 +99,7 @@ class Attended:
     def _keep_tape(self, n: int) -> None:
         recorded, saved = self._recorded, self._caught
         own, num_saved = recorded.taped[n], len(recorded.saved[n])
-        if len(saved) != num_saved or any(saved[k].shape != shape for k, shape in own):
+        if len(saved) != num_saved or not all(likeness_of(saved[k]) == likeness for k, likeness in own):
             raise RuntimeError(
                 f"{recorded.name_of(n)} saved other tensors for its backward in its recomputation than in its first "
                 f"run ({num_saved} then, {len(saved)} now), so it does not do the same twice. Remedy: leave it out of "

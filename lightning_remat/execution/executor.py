@@ -23,6 +23,7 @@ from ..operations.contexts import ContextStack
 from ..operations.evaluation import Stretch, leaf_of
 from ..operations.saved_tensors import (
     Geometry,
+    Likeness,
     OutputRef,
     TapeRef,
     geometry_of,
@@ -89,7 +90,7 @@ class Execution:
         self.kinds = program.kinds[0]
         self.ambient = Ambient.current(self.kinds.types)
         self.saved: dict[int, Sequence[Place]] = {}  # of the hooked operations, in autograd's order
-        self.taped: dict[int, list[tuple[int, torch.Size]]] = {}  # those of them that nothing else holds
+        self.taped: dict[int, list[tuple[int, Likeness]]] = {}  # those of them that nothing else holds
         self.differentiable = program.differentiable
         self.tapes: dict[int, dict[int, Tensor]] = {}
         self.draws: dict[int, Draws] = {}

@@ -22,10 +22,10 @@ from ..operations.saved_tensors import (
     ExternalRef,
     OutputRef,
     geometry_of,
+    likeness_of,
     storage_key,
     tensors_of,
 )
-from .attended import pop_hooks, push_hooks
 from .executor import Execution, Reference, Watch
 from .instructions import Do
 from .learning import Learning
@@ -76,7 +76,7 @@ class _Forward:
         self.execution, self.program, self.values = execution, execution.program, execution.values
         is_known = len(self.program.learned) == len(self.program.hooked)
         self.packing, self.keeper = _Packing(), Keeper(execution)
-        self.hooks = self.packing.pack, execution.unpack
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.packing.pack, execution.unpack)
         self.draws: Draws | None = None  # of the operation that runs, during which the generators are locked
         self.generators: list[Source] | None = None
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
@@ -212,7 +212,7 @@ class _Forward:
                 self._begin_draws()
         if step.is_hooked:
             execution.running = n
-            push_hooks(*self.hooks)
+            self.hooks.__enter__()
 
     def _begin_draws(self) -> None:
         if self.generators is None:
@@ -236,8 +236,8 @@ class _Forward:
         """Nothing more is noted; the references that autograd got."""
         packing, execution = self.packing, self.execution
         if execution.running is not None:
+            self.hooks.__exit__(None, None, None)
             execution.running = None
-            pop_hooks()
         if (draws := self.draws) is not None:
             self.draws = None
             try:
@@ -263,8 +263,7 @@ class _Forward:
         every, changed = places.every, None
         for k, slot, part in places.whole:
             reference = references[k]
-            value, held = values[slot] if part < 0 else values[slot][part], reference.held
-            if value is held or _is_same(value, held):
+            if _is_same(values[slot] if part < 0 else values[slot][part], reference.held):
                 reference.held = None
             else:
                 changed = self._changed(reference, changed or every)
@@ -285,8 +284,8 @@ class _Forward:
                 references[k].held = tensor.detach()
 
     def _tape(self, n: int, references: list[Reference], own: Iterable[int]) -> None:
-        """Puts the tape of an operation, which is to be discarded, into the execution's keeping, if it is not yet."""
-        self.execution.taped[n] = [(k, references[k].held.shape) for k in own]
+        """Puts the tape of an operation into the execution's keeping, unless it is to be discarded at once."""
+        self.execution.taped[n] = [(k, likeness_of(references[k].held)) for k in own]
         if self.program.steps[n].keeps_tape:
             tape = self.execution.tapes[n] = dict[int, Tensor]()
             for k in own:
@@ -371,8 +370,8 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _is_same(a: Any, b: Tensor) -> bool:
-    """Whether it is told at a glance that two objects are tensors of the same memory."""
-    return _start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride()
+    """Whether it is told at a glance that both are tensors of the same memory."""
+    return a is b or (_start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride())
 
 
 def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:

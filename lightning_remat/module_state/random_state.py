@@ -100,7 +100,7 @@ class Draws:
 
 
 class Replay:
-    """A context in which generators draw what they drew before; it is entered for many an operation, so no generator.
+    """A context in which random generators draw what they drew before; written out, as it is entered very often.
 
     Args:
         moved: Those that drew, with their states before and after.
@@ -109,21 +109,21 @@ class Replay:
     __slots__ = ("_moved", "_now")
 
     def __init__(self, moved: Iterable[tuple[Source, Any, Any]]) -> None:
-        self._moved, self._now = tuple(moved), list[tuple[Source, Any]]()
+        self._moved, self._now = tuple(moved), RandomState(())
 
     def __enter__(self) -> None:
         """Sets them to where they stood before."""
         generators_in_use.acquire()
         try:
+            self._now = RandomState(source for source, _, _ in self._moved)
             for source, before, _ in self._moved:
-                self._now.append((source, source.read()))
                 source.write(before)
         except BaseException:
-            generators_in_use.release()
+            self._end()
             raise
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Puts them back to where they are now.
+        """Puts them back to where they stood when it was entered.
 
         Raises:
             RuntimeError: They have drawn other numbers.
@@ -131,15 +131,19 @@ class Replay:
         try:
             differ = [] if failed else [s.name for s, _, after in self._moved if not s.same(s.read(), after)]
         finally:
-            for source, state in self._now:
-                source.write(state)
-            generators_in_use.release()
+            self._end()
         if differ:
             raise RuntimeError(
                 f"a recomputation drew other random numbers from {', '.join(differ)} than the first run: another "
                 "thread draws from the same generator, or the operation does not do the same twice. Remedy: draw from "
                 "a generator of its own in the other thread, or leave the operation out of the rewritten modules"
             )
+
+    def _end(self) -> None:
+        try:
+            self._now.put_back()
+        finally:
+            generators_in_use.release()
 
 
 @contextmanager
@@ -160,10 +164,8 @@ def device_generators(devices: Iterable[torch.device]) -> list[Source]:
 
 @cache
 def _generator_of_device(device: torch.device) -> Source:
-    name = f"the generator of {device}"
-    if device == HOST:
-        return Source(name, torch.default_generator.get_state, torch.default_generator.set_state, _same_tensor)
-    return Source(name, partial(random_state, device), partial(set_random_state, device), _same_tensor)
+    read, write = partial(random_state, device), partial(set_random_state, device)
+    return Source(f"the generator of {device}", read, write, _same_tensor)
 
 
 def generator_of(value: object) -> Source | None:

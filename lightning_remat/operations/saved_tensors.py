@@ -15,6 +15,7 @@ from ..measure.meter import tensor_storage
 from .operation import Operation
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
+Likeness = tuple[torch.Size, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ def storage_key(tensor: Tensor) -> int | None:
 def geometry_of(tensor: Tensor) -> Geometry:
     """Size, stride and storage offset."""
     return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+def likeness_of(tensor: Tensor) -> Likeness:
+    """What a tensor that a recomputation saves shares with the one that it stands for."""
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

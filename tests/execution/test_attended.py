@@ -149,3 +149,19 @@ class Half(nn.Module):
 def test_what_ran_without_gradients_runs_again_without() -> None:
     plain, x = Between(Half()), torch.randn(4, 6)
     assert_equal_steps(plain, recomputing_copy(plain, x), [x, x])
+
+
+def test_what_gradients_flow_to_may_change_while_it_trains() -> None:
+    plain, ours, x = networks()
+    for is_frozen, is_asked in [(False, False), (True, False), (True, True), (False, True), (False, False)]:
+        x = x.detach().requires_grad_(is_asked)
+        gradients: list[Tensor | None] = []
+        for module in (plain, ours):
+            module.get_submodule("0").requires_grad_(not is_frozen)
+            x.grad = None
+            torch.manual_seed(2)
+            module(x).square().sum().backward()
+            gradients.append(x.grad)
+        assert (gradients[0] is None) == (not is_asked)
+        assert gradients[0] is gradients[1] is None or torch.equal(*gradients)
+        assert_equal_steps(plain, ours, [x, x])

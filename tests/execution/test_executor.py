@@ -123,15 +123,16 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
         graph = profile(traced, x, repeats=1)
         # The gradients of an operation with several outputs come one by one in a step, together in its profile.
         assume(all(node.num_outputs == 1 for node in graph.nodes))
-        # Of a branch that ends nowhere nobody holds what autograd keeps, however late the schedule lets go of it.
-        read = {i for reads in graph.reads for i in reads}
-        assume(read.union(graph.outputs) == {*range(len(graph.nodes))})
         # The executor lets go of what nothing reads any more, however late the schedule discards it.
         schedule = apply_liveness(graph, data.draw(schedules(graph, in_forward=False)))
         note(f"{schedule}")
         rewrite(module, schedule, x)
-        peak = simulate(graph, schedule).peak_bytes
-        assert step_peak(module, x) == pytest.approx(peak, rel=0.001)
+        peak, measured = simulate(graph, schedule).peak_bytes, step_peak(module, x)
+        assert measured <= 1.001 * peak
+        # Of a branch that ends nowhere nobody holds what autograd keeps, however late the schedule lets go of it.
+        read = {i for reads in graph.reads for i in reads}
+        if read.union(graph.outputs) == {*range(len(graph.nodes))}:
+            assert measured == pytest.approx(peak, rel=0.001)
 
     check()
 
