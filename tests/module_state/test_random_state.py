@@ -29,4 +29,5 @@ def test_a_replay_that_cannot_begin_leaves_the_generators_as_they_were() -> None
         pass
     with ThreadPoolExecutor(1) as other:
         assert other.submit(generators_in_use.acquire, blocking=False).result()
+        other.submit(generators_in_use.release).result()
     assert first.getstate() == state
