@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class OwnDraws(TorchDispatchMode):
     between a save and a restore of their own.
 
     Attributes:
-        num_draws: Random operations so far.
+        num_calls: Operations that it has seen so far, each of which it makes slower.
+        num_draws: Random ones among them.
     """
 
     @classmethod
@@ -39,7 +41,7 @@ class OwnDraws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self.num_draws = 0
+        self.num_calls = self.num_draws = 0
         self._generators: dict[torch.device, torch.Generator | None] = {}
         self._noted = ExitStack()
 
@@ -63,6 +65,7 @@ class OwnDraws(TorchDispatchMode):
     ) -> Any:
         """Runs an operation; one that draws does so from a generator of this mode."""
         del types
+        self.num_calls += 1
         named = dict(kwargs or {})
         if not draws(func, args, named) or _has_generator(args, named):
             return func(*args, **named)
@@ -103,6 +106,7 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return found or torch.device(kwargs.get("device") or "cpu")
 
 
+@cache
 def _taking_generator(func: Any) -> Callable[..., Any] | None:
     """The operation itself, or its namesake, that takes a generator by name; None where there is none."""
     name = func._overloadname

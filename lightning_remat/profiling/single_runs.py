@@ -26,6 +26,8 @@ class SingleRuns:
         is_fake: Whether these are fake: nothing is drawn then.
 
     Attributes:
+        draws: Where operations draw from. It is asked about each of their calls, which takes time.
+        drawing: The operations that run so.
         external: Storages of what comes in from outside.
         leaves: Of each operation that has run, what its tensors are.
     """
@@ -38,9 +40,9 @@ class SingleRuns:
         self.given: dict[fx.Node, Any] = {
             n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
-        self._draws = OwnDraws()
+        self.draws = OwnDraws()
         # Elsewhere the mode would only cost the time that is measured.
-        self._drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
+        self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
         self.external = {key for t in self.given_tensors() if (key := storage_key(t)) is not None}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self._last_reader: dict[fx.Node, int] = {}
@@ -72,7 +74,7 @@ class SingleRuns:
                 if i in self._slot_of and i not in inputs and i not in operation.parts:
                     inputs[i] = self._input(i)
         values = {self._slot_of[i]: value for i, value in inputs.items()}
-        with ContextStack() as contexts, self._draws if n in self._drawing else nullcontext():
+        with ContextStack() as contexts, self.draws if n in self.drawing else nullcontext():
             contexts.enter(common_contexts(operation.parts))
             with watch or nullcontext():
                 made = self._runs[n](values)

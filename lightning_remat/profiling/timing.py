@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..devices import HOST
 from ..measure.stopwatch import Stopwatch
 from ..operations.saved_tensors import tensors_of
 from ..schedules.graph import Node
@@ -32,7 +33,8 @@ class Timing:
 
     Forwards and backwards have passes of their own: after one another they find the processor's caches cold. A backward
     alone finds them colder than in a step, too, which tells where kernels are short: those that follow one another are
-    timed together as well, where they hold little memory, and what each took alone is scaled to that.
+    timed together as well, where they hold little memory, and what each took alone is scaled to that. What draws random
+    numbers is asked at each call where from, which a step does not do: of its seconds that is taken off.
 
     Args:
         runs: Of the operations.
@@ -50,6 +52,8 @@ class Timing:
     ) -> None:
         self.runs, self.nodes, self.device, self.probe = runs, nodes, device, probe
         self.changed: set[int] = set()  # operations that return what they changed in place
+        self.num_calls = [0] * len(nodes)  # of which `runs.draws` is asked while an operation runs
+        self.asking: list[float] = []  # seconds that it takes to ask about one
 
     def timed(self, repeats: int) -> tuple[Node, ...]:
         """The nodes with their seconds.
@@ -79,6 +83,8 @@ class Timing:
             self.runs.start_over()
             for some in windows:
                 together[some] = min(together.get(some, math.inf), self._backwards(some))
+        asking = statistics.median(self.asking) if self.asking else 0.0
+        forward = [max(0.0, f - asking * calls) for f, calls in zip(forward, self.num_calls, strict=True)]
         nothing = statistics.median(beside) if beside else 0.0
         backward = [max(0.0, seconds - nothing) for seconds in backward]
         for some, seconds in together.items():
@@ -91,9 +97,23 @@ class Timing:
         )
 
     def _forward(self, n: int) -> float:
-        watch = Stopwatch(self.device)
+        watch, draws = Stopwatch(self.device), self.runs.draws
+        if n in self.runs.drawing:  # before it, when the caches are as cold as it will find them
+            self.asking.append(self._seconds_of_asking())
+        before = draws.num_calls
         self.runs.keep(n, self.runs.run_timed(n, {}, watch))
+        self.num_calls[n] = draws.num_calls - before
         return watch.seconds
+
+    def _seconds_of_asking(self) -> float:
+        """By how much the host is slower at a call of which `runs.draws` is asked: at one that draws nothing."""
+        draws, watch, x = self.runs.draws, Stopwatch(HOST), torch.zeros(2, 2, 2, requires_grad=True)
+        with watch:
+            torch.matmul(x, x)
+        alone, before = watch.seconds, draws.num_calls
+        with draws, watch:
+            torch.matmul(x, x)
+        return (watch.seconds - alone) / (draws.num_calls - before)
 
     def _backward(self, n: int) -> tuple[float, float]:
         """Seconds of a backward of operation n, and of one of nothing there."""

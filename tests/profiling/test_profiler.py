@@ -1,5 +1,6 @@
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from training_steps import step_peak
 from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import TraceError, profile, simulate, trace
 from lightning_remat.lowering import lower_kept
+from lightning_remat.module_state.own_draws import OwnDraws
 
 
 class Block(nn.Module):
@@ -284,6 +286,30 @@ def test_backwards_that_hold_little_are_timed_as_they_follow_one_another(
     x = torch.randn(3, requires_grad=True)
     traced = trace(nn.Sequential(*(Cold() for _ in range(4))), x)
     assert [1e6 * n.backward_seconds for n in profile(traced, x).nodes] == pytest.approx(expected)
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.dropout(x.sigmoid(), 0.5)
+        return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+
+
+def test_what_it_takes_to_ask_where_to_draw_from_is_none_of_an_operations_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, asked = Clock(range(0)), OwnDraws.__torch_dispatch__
+
+    def asks(*args: Any) -> Any:  # nothing else takes time
+        clock.now += 1.0
+        return asked(*args)
+
+    monkeypatch.setattr(OwnDraws, "__torch_dispatch__", asks)
+    monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=clock))
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    nodes = profile(trace(Drawing(), x), x).nodes
+    assert sum(node.is_random for node in nodes) == 2
+    assert clock.now > 5 * 5, "five passes"
+    assert [node.forward_seconds for node in nodes] == pytest.approx([0.0] * 3)
 
 
 def test_a_module_that_hands_on_its_input_has_an_empty_profile() -> None:
