@@ -12,8 +12,9 @@ where that has what the accelerators have not in common. What is done where a de
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,15 +150,15 @@ def mark(event: torch.Event, device: torch.device) -> None:
 
 def random_state(device: torch.device) -> Tensor:
     """The state of the device's generator."""
-    return torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
+    return random_state_methods(device)[0]()
 
 
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Sets the device's generator to what `random_state` returned."""
+def random_state_methods(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
+    """What reads the state of the device's generator, and what sets it; on the host without a function between."""
     if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        _module(device).set_rng_state(state, device)
+        return torch.default_generator.get_state, torch.default_generator.set_state
+    module = _module(device)
+    return partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
 
 
 def devices_in_use() -> list[torch.device]:

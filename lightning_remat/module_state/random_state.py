@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from ..devices import HOST, devices_in_use, random_state, set_random_state
+from ..devices import HOST, devices_in_use, random_state_methods
 
 generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
@@ -164,8 +164,7 @@ def device_generators(devices: Iterable[torch.device]) -> list[Source]:
 
 @cache
 def _generator_of_device(device: torch.device) -> Source:
-    read, write = partial(random_state, device), partial(set_random_state, device)
-    return Source(f"the generator of {device}", read, write, _same_tensor)
+    return Source(f"the generator of {device}", *random_state_methods(device), _same_tensor)
 
 
 def generator_of(value: object) -> Source | None:
