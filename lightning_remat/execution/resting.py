@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -44,6 +44,10 @@ class Form:
     is_view: bool
     has_base: bool
     empty: Tensor
+
+    def by_itself(self) -> Form:
+        """Of a tensor whose operation is made again, too."""
+        return replace(self, part=-1, is_view=False)
 
 
 class Resting:
@@ -205,8 +209,12 @@ def rests_of(
     read = {i for m in bare for i in graph.nodes[m].inputs if graph.roots[i] in needs[m]}
     # A view holds its base, too. Of what nobody reads nothing is left.
     family = [n for n, root in enumerate(graph.roots) if n in forms and (n in read or (n == root and n in roots))]
-    tensors = {n: Resting(first + k, forms[n]) for k, n in enumerate(family)}
-    filled = {r: tuple(tensors[n] for n in family if n in read and graph.roots[n] == r) for r in roots}
+    # What is made again with its base is filled by that run, and nobody needs to know how it lies in the base.
+    filler = {n: n if again.get(n) == again[root := graph.roots[n]] else root for n in family}
+    tensors = {n: Resting(first + k, forms[n].by_itself() if filler[n] == n else forms[n]) for k, n in enumerate(family)}
+    filled = dict[int, tuple[Resting, ...]]()
+    for n in sorted(read.intersection(family)):
+        filled[filler[n]] = (*filled.get(filler[n], ()), tensors[n])
     last_fill = max((again[r] for r in roots), default=-1)
     return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, unproven=list(tensors.values()))
 
