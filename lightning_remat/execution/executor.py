@@ -234,9 +234,15 @@ class Execution:
                     for n in self.program.rests.filled:
                         if self.values[self.steps[n].outputs[0]] is None:
                             self.run_again(n)
+                        self._fill(n)
             except BaseException:
                 self._give_up()
                 raise
+
+    def _fill(self, n: int) -> None:
+        output = self.values[self.steps[n].outputs[0]]
+        for tensor in self.program.rests.filled[n]:
+            tensor.fill(self.values, output)
 
     def _give_up(self) -> None:
         """Whatever comes next starts over."""
@@ -269,6 +275,8 @@ class Execution:
                     self.run_again(n, with_tape=self.steps[n].is_hooked)
                 elif what is Do.DROP:
                     self.drop(n)
+                elif what is Do.FILL:
+                    self._fill(n)
                 else:
                     self.tapes.pop(n, None)
             elif not self._is_as_before(part):
@@ -351,8 +359,6 @@ class Execution:
             for slot, value in zip(step.outputs, made, strict=True):
                 self.values[slot] = leaf_of(value)
                 self.output_versions.pop(slot, None)
-            for tensor in self.program.rests.filled.get(n, ()):
-                tensor.fill(self.values, self.values[step.outputs[0]])
 
     def _conditions(self, n: int, step: Step) -> Any:
         """What an operation reads when it runs again: outside, the values of its first run."""

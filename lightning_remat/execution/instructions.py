@@ -24,6 +24,7 @@ class Do(IntEnum):
     SLEEP = 4  # the output gives up its memory, to be filled again within the forward
     COMPUTE = 5  # a constant
     REST = 6  # the table lets go of the output, and it gives up its memory, to be filled again before a backward
+    FILL = 7  # what rests in the memory of the output has been made again
 
 
 Instruction = tuple[Do, int]
@@ -126,6 +127,22 @@ class Lines:
     released: tuple[frozenset[int], ...]
 
 
+def made_again(schedule: Schedule) -> dict[int, tuple[int, int]]:
+    """For each output that is, the last action that makes it after it was discarded, and how many backwards ran."""
+    found: dict[int, tuple[int, int]] = {}
+    gone: set[int] = set()
+    place = 0
+    for position, (kind, n) in enumerate(schedule):
+        if kind == "B":
+            place += 1
+        elif kind == "D":
+            gone.add(n)
+        elif kind == "F" and n in gone:
+            gone.remove(n)
+            found[n] = position, place
+    return found
+
+
 def instructions_of(
     traced: TracedModule,
     schedule: Schedule,
@@ -133,12 +150,23 @@ def instructions_of(
     hooked: frozenset[int],
     order: Order,
     after: dict[int, list[int]],
+    filled: Collection[int] = frozenset(),
 ) -> Lines:
     """The actions as instructions; the table holds an output from its run to the last time that something reads it.
 
     That is a run of another operation, or the backward of a hooked one; others hold what they read themselves.
+
+    Args:
+        traced: The operations.
+        schedule: A valid one.
+        graph: What each backward reads.
+        hooked: The operations of which autograd gets references.
+        order: That of the schedule.
+        after: The constants that become known with each operation.
+        filled: The operations by whose outputs something is filled that rests.
     """
     actions = list(schedule)
+    filling = {position for n, (position, _) in made_again(schedule).items() if n in filled}
     drops, released = _last_reads(traced, actions, graph, hooked, order)
     forward: list[Instruction] = [(Do.COMPUTE, c) for c in after.get(-1, ())]
     before: list[list[Instruction]] = []
@@ -153,6 +181,7 @@ def instructions_of(
         if kind == "F":
             if n in has_run:
                 into.append((Do.RUN_AGAIN, n))
+                into += [(Do.FILL, n)] if position in filling else []
             else:
                 has_run.add(n)
                 into.append((Do.RUN, n))

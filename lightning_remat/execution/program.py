@@ -214,7 +214,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
     slot_of = slots(traced)
     hooked = hooked_operations(schedule, graph, order) - rests.operations
     after = constants_after(traced, order.first_runs)
-    lines = instructions_of(traced, schedule, graph, hooked, order, after)
+    lines = instructions_of(traced, schedule, graph, hooked, order, after, rests.filled)
     runs_again = [{n for what, n in before if what is Do.RUN_AGAIN} for before in lines.before]
     announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again} | rests.told
     forward = tuple((Do.REST if what is Do.DROP and n in rests.tensors else what, n) for what, n in lines.forward)

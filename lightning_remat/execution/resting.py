@@ -23,7 +23,7 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.uses import resting
 from .flow import Flow
-from .instructions import Order, hooked_operations
+from .instructions import Order, hooked_operations, made_again
 
 EMPTY_SHAPE = (0,) * 16
 """Of what stands for a tensor that rests: with no shape of more than one element does it broadcast."""
@@ -191,7 +191,7 @@ def rests_of(
         needs[m] = {r for r in node.held if r in resting_roots}
         if any(graph.roots[i] in needs[m] and i not in forms for i in node.inputs):
             hooked.add(m)
-    again = _places_again(schedule)
+    again = {n: place for n, (_, place) in made_again(schedule).items()}
     told = {n for place in again.values() if flow.is_told(n := order.backwards[place]) and n not in hooked}
     for m in sorted(needs.keys() - hooked, key=order.place.__getitem__):
         since = max(again[r] for r in needs[m])
@@ -211,24 +211,11 @@ def rests_of(
     family = [n for n, root in enumerate(graph.roots) if n in forms and (n in read or (n == root and n in roots))]
     # What is made again with its base is filled by that run, and nobody needs to know how it lies in the base.
     filler = {n: n if again.get(n) == again[root := graph.roots[n]] else root for n in family}
-    tensors = {n: Resting(first + k, forms[n].by_itself() if filler[n] == n else forms[n]) for k, n in enumerate(family)}
+    tensors = {
+        n: Resting(first + k, forms[n].by_itself() if filler[n] == n else forms[n]) for k, n in enumerate(family)
+    }
     filled = dict[int, tuple[Resting, ...]]()
     for n in sorted(read.intersection(family)):
         filled[filler[n]] = (*filled.get(filler[n], ()), tensors[n])
     last_fill = max((again[r] for r in roots), default=-1)
     return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, unproven=list(tensors.values()))
-
-
-def _places_again(schedule: Schedule) -> dict[int, int]:
-    """Before which backward each output is made again, for the last time."""
-    has_run: set[int] = set()
-    found: dict[int, int] = {}
-    place = 0
-    for kind, n in schedule:
-        if kind == "B":
-            place += 1
-        elif kind == "F" and n in has_run:
-            found[n] = place
-        elif kind == "F":
-            has_run.add(n)
-    return found

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torch import fx
 
-from ..operations.evaluation import Item, Parting, Stretch, TapeOf, compile_stretch
+from ..operations.evaluation import Item, OnValue, Stretch, TapeOf, compile_stretch
 from ..operations.indifferent import is_indifferent
 from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
@@ -132,7 +132,7 @@ class Stretches:
                         hooked.intersection(again) - watched,
                     )
                 )
-            elif is_simple:
+            elif is_simple and all(what is not Do.FILL for what, _ in instructions):
                 slots = (self.slot_of[p] for what, n in instructions if what is Do.DROP for p in self._outputs(n))
                 found.append(LetGo(tuple(slots), tuple(n for what, n in instructions if what is Do.DROP_TAPE)))
             else:
@@ -160,15 +160,14 @@ class Stretches:
                 items.append(TapeOf(n))
             elif what is Do.REST:
                 (output,) = self._outputs(n)
-                items.append(Parting(self.slot_of[output], self.rests.tensors[n].resting))
+                items.append(OnValue(self.slot_of[output], self.rests.tensors[n].resting, is_last=True))
+            elif what is Do.FILL:
+                (output,) = self._outputs(n)
+                items += [OnValue(self.slot_of[output], tensor.filling) for tensor in self.rests.filled[n]]
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
-        filled = Rests().filled if is_first else self.rests.filled
-        after = {self.traced.operations[n].name: [t.filling for t in tensors] for n, tensors in filled.items()}
-        return compile_stretch(
-            items, self.slot_of, is_first=is_first, attended=numbers, after=after, is_recorded=is_recorded
-        )
+        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, is_recorded=is_recorded)
 
 
 def indifferent_operations(
@@ -194,4 +193,4 @@ def indifferent_operations(
 
 def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:
     what, n = instruction
-    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST) or (what is run and n in plain)
+    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST, Do.FILL) or (what is run and n in plain)

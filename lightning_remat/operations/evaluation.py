@@ -60,20 +60,23 @@ Lines = Callable[[Constant, str], Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """A slot to let go of.
+class OnValue:
+    """Something that is done with a value.
 
     Attributes:
         slot: Its number.
-        lines: What is done with the value before.
+        lines: What is done.
+        is_last: Whether the slot is let go of then.
     """
 
     slot: int
     lines: Lines
+    is_last: bool = False
 
 
-Item = Operation | fx.Node | int | TapeOf | Parting
-"""Of a stretch: an operation to run, a constant (a node without tensors) to compute, a slot or a tape to let go of."""
+Item = Operation | fx.Node | int | TapeOf | OnValue
+"""Of a stretch: an operation to run, a constant (a node without tensors) to compute, a slot or a tape to let go of, or
+what is done with a value."""
 
 
 def slots(traced: TracedModule) -> dict[fx.Node, int]:
@@ -130,7 +133,6 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
-    after: Mapping[str, Iterable[Lines]] = MappingProxyType({}),
     is_recorded: bool = True,
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
@@ -142,7 +144,6 @@ def compile_stretch(
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
-        after: What is done with what operations have made, by their names: those that have one output.
         is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
     """
     stretch = list(stretch)
@@ -158,8 +159,9 @@ def compile_stretch(
         if isinstance(item, TapeOf):
             body.append(f"tapes.pop({item.number}, None)")
             continue
-        if isinstance(item, Parting):
-            body += [*item.lines(writer.constant, writer.value_in(item.slot)), writer.forget(item.slot)]
+        if isinstance(item, OnValue):
+            body += item.lines(writer.constant, writer.value_in(item.slot))
+            body += [writer.forget(item.slot)] if item.is_last else []
             continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
@@ -171,9 +173,6 @@ def compile_stretch(
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
             body.append(f"del {', '.join(temporary)}")
-        if isinstance(item, Operation):
-            doing = after.get(item.name, ())
-            body += [line for lines in doing for line in lines(writer.constant, writer.locals[outputs[0]])]
         if number is not None and not is_first:
             body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
             continue
@@ -187,7 +186,9 @@ def compile_stretch(
 
 
 def _dropped(item: Item) -> int | None:
-    return item.slot if isinstance(item, Parting) else item if isinstance(item, int) else None
+    if isinstance(item, OnValue):
+        return item.slot if item.is_last else None
+    return item if isinstance(item, int) else None
 
 
 def _without_doubles(writer: _Writer, outputs: Sequence[fx.Node]) -> Iterable[str]:

@@ -162,22 +162,28 @@ def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
 def _resting(arrays: GraphArrays, codes: Small) -> Flags:
     """As `uses.resting`."""
     count = len(arrays.root)
-    runs, is_gone = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    has_run, is_there, is_gone = np.zeros(count, np.bool_), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    is_read, found = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     is_forward, missing = True, count
     for at in range(len(codes)):
         n, kind = codes[at] >> 2, codes[at] & 3
         if kind == RUN:
-            if runs[n] > 0 and is_forward:
+            if has_run[n] and is_forward:
                 if missing > 0:
-                    return np.zeros(count, np.bool_)
+                    return found
                 is_forward = False
-            missing -= 1 if runs[n] == 0 else 0
-            runs[n] += 1
+            missing -= 0 if has_run[n] else 1
+            if is_gone[n] and not is_there[n]:
+                found[n] = not is_read[n]
+            has_run[n] = is_there[n] = True
         elif kind == BACKWARD:
             is_forward = False
-        elif kind == DISCARD and is_forward:
-            is_gone[n] = True
-    return is_gone & (runs == 2)
+            for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
+                is_read[arrays.saved[k]] = True
+        elif kind == DISCARD:
+            is_there[n] = False
+            is_gone[n] = is_gone[n] or is_forward
+    return found
 
 
 @njit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .arrays import GraphArrays
@@ -42,26 +41,34 @@ def saved_roots(graph: Graph) -> set[int]:
 
 
 def resting(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """The nodes whose output is discarded once all have run, or before, and runs once more, in the backward.
+    """The nodes whose output is discarded once all have run, or before, and not again once a backward has read it.
 
-    Where autograd holds the very tensors, they are empty in between; there is no state but these two, whatever order
-    backwards run in. None where something runs again within the forward, whose outputs are emptied for other readers.
+    Where autograd holds the very tensors, they are empty from there to the run that makes the output for its readers;
+    there is no state but these two, whatever order backwards run in. None where something runs again within the
+    forward, whose outputs are emptied for other readers.
     """
-    runs: Counter[int] = Counter()
-    gone: set[int] = set()
+    has_run, there, gone, read, found = set[int](), set[int](), set[int](), set[int](), set[int]()
     is_forward = True
     for kind, n in schedule:
         if kind == "F":
-            if n in runs and is_forward:
-                if len(runs) < len(graph.nodes):
+            if n in has_run and is_forward:
+                if len(has_run) < len(graph.nodes):
                     return frozenset()
                 is_forward = False
-            runs[n] += 1
+            if n in gone and n not in there:
+                found.add(n)
+                if n in read:
+                    gone.remove(n)
+            has_run.add(n)
+            there.add(n)
         elif kind == "B":
             is_forward = False
-        elif kind == "D" and is_forward:
-            gone.add(n)
-    return frozenset(n for n in gone if runs[n] == 2)
+            read.update(graph.nodes[n].saved)
+        elif kind == "D":
+            there.discard(n)
+            if is_forward:
+                gone.add(n)
+    return frozenset(found & gone)
 
 
 def needed_runs(graph: Graph, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:

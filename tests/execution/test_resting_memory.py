@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 import torch
 from rewriting import rewrite
 from torch import Tensor, nn
-from training_steps import step_peak
+from training_steps import assert_equal_traces, step_peak, traces
 
-from lightning_remat import profile, trace
+from lightning_remat import profile, simulate, trace
 from lightning_remat.execution.learning import Learning
 from lightning_remat.execution.program import Program
 from lightning_remat.execution.resting import Form
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.lowering import lower_kept
+from lightning_remat.schedules.schedule import Schedule
 
 
 class Product(nn.Module):
@@ -55,6 +57,13 @@ class Unused(Blocks):
         return x.sum()
 
 
+class Layers(nn.Sequential):
+    """The sum of what layers make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
 def program_of(module: nn.Module) -> Program:
     (program,) = programs_in(module)
     return program.variants[-1]
@@ -73,6 +82,17 @@ def test_a_view_of_a_tensor_that_nobody_knows_rests_with_it() -> None:
     peaks = [step_peak(module, x) for _ in range(3)]
     assert program_of(module).rests.operations
     assert len({*peaks}) == 1
+
+
+def test_what_is_made_for_others_first_is_filled_when_it_is_made_for_a_backward() -> None:
+    module, x = Layers(*(nn.Linear(16, 16) for _ in range(3))), torch.randn(1024, 16)
+    plain = copy.deepcopy(module)
+    schedule = Schedule.parse("F0 F1 D0 F2 D1 F3 D2 B3 D3 F0 F1 D0 B2 D1 F0 B1 D0 B0")
+    expected = simulate(profile(trace(module, x), x, repeats=1), schedule).peak_bytes
+    rewrite(module, schedule, x)
+    assert [step_peak(module, x) for _ in range(3)] == [pytest.approx(expected, rel=0.001)] * 3
+    assert program_of(module).rests.operations == {1, 2}
+    assert_equal_traces(traces(plain, [x] * 3), traces(module, [x] * 3))
 
 
 def test_learning_holds_nothing_that_goes_meanwhile() -> None:

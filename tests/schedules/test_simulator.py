@@ -89,6 +89,26 @@ def test_hooks_have_their_price_where_what_a_run_saves_has_gone_before() -> None
 
 
 @pytest.mark.parametrize(
+    ("saved", "text", "price"),
+    [
+        ((1,), "F0 F1 D0 F2 D1 F0 F1 D0 B2 D2 D1 F0 B1 B0 D0", 0),  # first made for the second alone
+        ((0, 1), "F0 F1 F2 D0 D1 F0 F1 B2 D2 D1 B1 B0 D0", 0),
+        ((0, 1), "F0 F1 F2 D0 D1 F0 F1 B2 D2 D1 D0 F0 B1 B0 D0", 110),  # made again when it had been read
+        ((0, 1), "F0 F1 F2 D1 F1 B2 D2 D1 D0 F0 B1 B0 D0", 10),  # discarded when it had been read
+    ],
+)
+def test_what_is_made_for_others_first_rests_until_a_backward_reads_it(
+    saved: tuple[int, ...], text: str, price: float
+) -> None:
+    second = Node("second", inputs=(0,), saved=(0,), held=(0,), output_bytes=8, hook_price=10.0)
+    third = Node("third", inputs=saved, saved=saved, held=saved, output_bytes=8, hook_price=100.0)
+    graph, schedule = Graph((Node("first", output_bytes=8), second, third)), Schedule.parse(text)
+    simulation = simulate(graph, schedule)
+    assert simulation.recompute_seconds == price
+    assert Judge(graph).cost(schedule) == (simulation.peak_bytes, simulation.seconds)
+
+
+@pytest.mark.parametrize(
     ("text", "position", "reason"),
     [
         ("F1", 0, "reads the output of node 0"),
