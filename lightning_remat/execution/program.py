@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -144,6 +144,7 @@ class Program:
         differentiable: Of what operations read of which more is wanted than their outputs, the slots of all to which
             gradients were found to flow.
         kinds: Of the values of its placeholders, once it has run.
+        finished: What becomes of the program in which something rests before it runs.
     """
 
     traced: TracedModule
@@ -173,6 +174,7 @@ class Program:
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
     differentiable: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
+    finished: Callable[[Program], Program] = lambda program: program
 
     def use_hooks(self) -> None:
         """Lets nothing rest in further calls."""
@@ -206,7 +208,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
 def with_rests(program: Program, rests: Rests) -> Program:
     """The same program, in which something rests; where saved tensors belong it learns anew, with fewer hooks."""
     found = _compiled(program.traced, program.schedule, program.graph, rests, program.variants)
-    return replace(found, copied=program.copied, kinds=program.kinds)
+    return program.finished(replace(found, copied=program.copied, kinds=program.kinds))
 
 
 def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Rests, variants: list[Program]) -> Program:

@@ -87,7 +87,7 @@ class Stretches:
         found: list[Stretch | Instruction] = []
         for is_simple, group in groupby(forward, lambda i: _is_simple(i, Do.RUN, plain)):
             instructions = tuple(group)
-            found += [self._compiled(instructions, is_first=True, attended=attended)] if is_simple else instructions
+            found += [self.compiled(instructions, is_first=True, attended=attended)] if is_simple else instructions
         return tuple(found)
 
     def of_backward(
@@ -121,8 +121,8 @@ class Stretches:
                 can_be_unrecorded = indifferent.issuperset(again)
                 found.append(
                     Again(
-                        self._compiled(instructions, is_first=False, attended=watched),
-                        self._compiled(instructions, is_first=False, attended=watched, is_recorded=False)
+                        self.compiled(instructions, is_first=False, attended=watched),
+                        self.compiled(instructions, is_first=False, attended=watched, is_recorded=False)
                         if can_be_unrecorded
                         else None,
                         instructions,
@@ -142,7 +142,7 @@ class Stretches:
     def _outputs(self, n: int) -> tuple[fx.Node, ...]:
         return self.traced.operations[n].outputs
 
-    def _compiled(
+    def compiled(
         self,
         instructions: Sequence[Instruction],
         *,
@@ -150,6 +150,7 @@ class Stretches:
         attended: Collection[int] = (),
         is_recorded: bool = True,
     ) -> Stretch:
+        """Instructions as one function; see `compile_stretch`."""
         items: list[Item] = []
         for what, n in instructions:
             if what is Do.COMPUTE:

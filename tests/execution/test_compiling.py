@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from resting_cases import rested
 from rewriting import recomputing_copy, rewrite
 from torch import Tensor, fx, nn
 from torch.nn import functional
@@ -63,6 +64,7 @@ def test_repeated_blocks_are_compiled_once_and_compute_the_same() -> None:
     given = compile_stretches(ours, backend=counting)
     assert not counting.graphs, "it is compiled when it runs"
     assert_equal_traces(traces(plain, [x, x.flip(0), x]), traces(ours, [x, x.flip(0), x]))
+    assert rested(ours)
     assert counting.num_runs == 3 * given
     assert 0 < len(counting.graphs) < given
 
