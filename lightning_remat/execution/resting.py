@@ -155,7 +155,7 @@ class Rests:
         operations: Those whose saved tensors need no hooks for it.
         told: Those whose backwards tell that they begin, so that what rests is filled.
         tensors: Of each operation whose output gives up its memory, that tensor.
-        filled: Of each operation that is made again, what rests in its storage and is read.
+        filled: Of operations that are made again, what rests and is read and gets the memory of their outputs.
         last_fill: The place among the backwards before which the last of them is made again.
         sources: Where gradients come in: before a backward that is differentiated itself all that rests is filled.
         unproven: Those of which it is not known whether others hold their memory, too.
