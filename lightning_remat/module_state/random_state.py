@@ -92,11 +92,10 @@ class Draws:
         Raises:
             RuntimeError: The run inside drew others.
         """
-        return Replay(
-            (source, before, after)
-            for (source, before), after in zip(self._before, self._after, strict=True)
-            if not source.same(before, after)
-        )
+        runs = [(source, before, after) for (source, before), after in zip(self._before, self._after, strict=True)]
+        if len(runs) > 1:  # to set a single one costs less than to find out whether it has drawn
+            runs = [(source, before, after) for source, before, after in runs if not source.same(before, after)]
+        return Replay(runs)
 
 
 class Replay:
