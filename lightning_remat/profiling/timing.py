@@ -109,7 +109,7 @@ class Timing:
 
     def _seconds_of_asking(self) -> float:
         """By how much the host is slower at a call of which `runs.draws` is asked: at one that draws nothing."""
-        draws, watch, x = self.runs.draws, Stopwatch(HOST), torch.zeros(2, 2, 2, requires_grad=True)
+        draws, watch, x = self.runs.draws, Stopwatch(HOST), torch.zeros(2, 2, 2, device=HOST, requires_grad=True)
         with watch:
             torch.matmul(x, x)
         alone, before = watch.seconds, draws.num_calls
