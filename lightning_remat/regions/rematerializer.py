@@ -51,8 +51,10 @@ def rematerialize(
     """Rewrites the module in place so that its training step peaks within the budget, with the same results.
 
     The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
-    the outputs' gradients and everything between. The plain step, where it fits, and the planned one are run once, and
-    undone, so that both peaks are measured ones; on fake tensors, and of a module in eval mode, they are predictions.
+    the outputs' gradients and everything between. What a loss outside holds besides, the logarithms of a softmax, say,
+    and an optimizer's state are not known here: a module that returns its loss is planned with that. The plain step,
+    where it fits, and the planned one are run once, and undone, so that both peaks are measured ones; on fake tensors,
+    and of a module in eval mode, they are predictions.
     `eval()` and `no_grad()` use the original forward. A plan that recomputes nothing leaves the plain forward in place.
     A second call replaces the plan. Where the budget cannot be met otherwise, in-place activations run out of place,
     which lets their inputs go earlier in the backward.
