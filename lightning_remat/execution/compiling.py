@@ -54,7 +54,7 @@ class StretchCompiler:
         operations = [stretches.traced.operations[n] for what, n in part.instructions if what is Do.RUN_AGAIN]
         if any(i in bodies for o in operations for i in _read_by(o)):
             return part  # the body of a function is no value that a call could be given
-        left, needed = _left(part.instructions)
+        left, needed = _left_to_do(part.instructions)
         made = tuple(p for n in needed for p in stretches.traced.operations[n].outputs)
         graph, read = _extracted(operations, made)
         module = fx.GraphModule({}, graph)
@@ -93,7 +93,7 @@ def _read_by(operation: Operation) -> list[fx.Node]:
     return [i for p in _recomputed(operation) for i in p.all_input_nodes if i not in operation.parts]
 
 
-def _left(instructions: Iterable[Instruction]) -> tuple[list[Instruction], Iterable[int]]:
+def _left_to_do(instructions: Iterable[Instruction]) -> tuple[list[Instruction], Iterable[int]]:
     """What a stretch leaves to do when its operations have run, and those of them whose outputs are needed for it.
 
     What it makes and lets go of is in no table; by what it makes something may be filled before.

@@ -102,20 +102,20 @@ class Replay:
     """A context in which random generators draw what they drew before; written out, as it is entered very often.
 
     Args:
-        moved: Those that drew, with their states before and after.
+        runs: The generators, each with its states before and after.
     """
 
-    __slots__ = ("_moved", "_now")
+    __slots__ = ("_now", "_runs")
 
-    def __init__(self, moved: Iterable[tuple[Source, Any, Any]]) -> None:
-        self._moved, self._now = tuple(moved), RandomState(())
+    def __init__(self, runs: Iterable[tuple[Source, Any, Any]]) -> None:
+        self._runs, self._now = tuple(runs), RandomState(())
 
     def __enter__(self) -> None:
         """Sets them to where they stood before."""
         generators_in_use.acquire()
         try:
-            self._now = RandomState(source for source, _, _ in self._moved)
-            for source, before, _ in self._moved:
+            self._now = RandomState(source for source, _, _ in self._runs)
+            for source, before, _ in self._runs:
                 source.write(before)
         except BaseException:
             self._end()
@@ -128,7 +128,7 @@ class Replay:
             RuntimeError: They have drawn other numbers.
         """
         try:
-            differ = [] if failed else [s.name for s, _, after in self._moved if not s.same(s.read(), after)]
+            differ = [] if failed else [s.name for s, _, after in self._runs if not s.same(s.read(), after)]
         finally:
             self._end()
         if differ:
