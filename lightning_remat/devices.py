@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -154,11 +154,24 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def random_state_methods(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
-    """What reads the state of the device's generator, and what sets it; on the host without a function between."""
-    if device.type == "cpu":
-        return torch.default_generator.get_state, torch.default_generator.set_state
+    """What reads the state of the device's generator, and what sets it.
+
+    They are called around every operation that draws: where the generator itself is known, it is asked; the device's
+    module first finds out each time whether the device has started.
+    """
+    if (generator := _default_generator(device)) is not None:
+        return generator.get_state, generator.set_state
     module = _module(device)
     return partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """The one from which all draw who name none; None where the device shows none, or has not started yet."""
+    if device.type == "cpu":
+        return torch.default_generator
+    known: tuple[torch.Generator, ...] = getattr(_module(device), "default_generators", ())
+    index = cast("int | None", device.index)
+    return known[index] if index is not None and index < len(known) else None
 
 
 def devices_in_use() -> list[torch.device]:
