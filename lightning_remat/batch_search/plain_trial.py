@@ -27,7 +27,7 @@ from ..plans.step_memory import Surroundings
 from ..regions.calls import View
 from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
 from ..regions.gathering import gathering_of
-from ..regions.look_through import look_through
+from ..regions.look_through import NoCallError, look_through
 from ..reports.report import draw_plots, write_report
 from ..reports.result import Result
 from ..schedules.schedule import Schedule
@@ -175,7 +175,15 @@ class PlainTrial:
                 self.batch_of(batch_size)  # before the calls are watched
                 yield
 
-        view = look_through(root, lambda: self.loss_of(self.batch_of(batch_size)), modules, undone=prepared)
+        try:
+            view = look_through(root, lambda: self.loss_of(self.batch_of(batch_size)), modules, undone=prepared)
+        except NoCallError as error:
+            if modules is not None:
+                raise
+            raise NoCallError(
+                f"loss_of(batch) does not call the module ({type(self.module).__name__}), or that has no parameters to "
+                "train. Remedy: give the loss as a function of the batch, `lambda batch: loss(module(batch))`"
+            ) from error
         if modules is not None:
             return view
         calls = [replace(call, name=call.name.removeprefix("module").removeprefix(".")) for call in view.calls]

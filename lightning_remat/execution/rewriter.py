@@ -9,12 +9,13 @@ import types
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
@@ -188,9 +189,15 @@ def _put(module: nn.Module, state: _Rewritten) -> None:
 
 
 def _bind(module: nn.Module) -> None:
-    module.forward = types.MethodType(forward, module)
+    module.forward = types.MethodType(_like(type(module).forward), module)
     vars(module)[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
     vars(module)[_GET_STATE] = types.MethodType(_plain_state, module)
+
+
+def _like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` under the name and with the arguments of a class's, which trainers ask for what a batch must hold."""
+    own = types.FunctionType(forward.__code__, globals())
+    return wraps(original, updated=())(own)
 
 
 def _plain_state(self: nn.Module) -> Any:
@@ -382,16 +389,16 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(self, *args, **kwargs)
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
+    elif forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        reason = "it is called where derivatives are taken forwards, of which a recomputation has none"
     else:
         try:
             return state(self, args, kwargs)
         except CaptureError as error:
-            reason = f"it cannot be captured as one graph any more: {error}"
+            reason = f"it cannot be captured as one graph any more: {error}; call rematerialize again"
             if error.is_final:
                 restore(self)
-    warnings.warn(
-        f"{type(self).__name__} runs without rematerialization because {reason}; call rematerialize again", stacklevel=2
-    )
+    warnings.warn(f"{type(self).__name__} runs without rematerialization because {reason}", stacklevel=2)
     return original(self, *args, **kwargs)
 
 

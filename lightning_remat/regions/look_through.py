@@ -142,8 +142,23 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
         for module in watched:
             undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
             undo.enter_context(module.register_forward_hook(leave))
+        # The graph that the step has made holds the hooks, and through them what is noted here.
+        undo.callback(frames.clear)
+        undo.callback(top.children.clear)
         with settled(root), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             step()
+        calls = _chosen_calls(top, root, names, watched, modules)
+        saved_bytes = between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs)))
+    return View(calls, saved_bytes, tuple(moments), differentiates=holds)
+
+
+def _chosen_calls(
+    top: _Frame,
+    root: nn.Module,
+    names: dict[nn.Module, str],
+    watched: Sequence[nn.Module],
+    modules: Sequence[Any] | None,
+) -> list[Call]:
     chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]
@@ -153,9 +168,7 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
-    calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-    saved_bytes = between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs)))
-    return View(calls, saved_bytes, tuple(moments), differentiates=holds)
+    return [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
 
 
 def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:

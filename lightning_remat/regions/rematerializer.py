@@ -219,10 +219,11 @@ def _check_rewritable(module: nn.Module) -> None:
     """Refuses what cannot be rewritten; warns where the rewriting would have no effect."""
     if (reason := reason_against(module)) is not None:
         raise ValueError(f"cannot rematerialize: {reason}")
-    if "forward" in vars(module):
+    if (replaced := vars(module).get("forward")) is not None:
+        name = getattr(replaced, "__qualname__", type(replaced).__name__)
         raise ValueError(
-            f"{type(module).__name__}.forward has been replaced on this instance, by {module.forward!r}, which would "
-            "not be captured. Remedy: undo that first, or rematerialize the submodules"
+            f"{type(module).__name__}.forward has been replaced on this instance, by {replaced.__module__}.{name}, "
+            "which would not be captured. Remedy: rematerialize it before that is done, or its submodules"
         )
     if not module.training:
         warnings.warn(

@@ -140,6 +140,11 @@ def test_batch_norm_at_one_sample_is_a_lower_limit() -> None:
     assert find_batch_size(net, torch.randn(4, 8), lambda x: net(x).sum(), **arguments).batch_size == 2
 
 
+def test_a_loss_that_does_not_call_the_module_is_told() -> None:
+    with pytest.raises(ValueError, match=r"loss_of\(batch\) does not call the module \(Linear\)"):
+        find_batch_size(torch.nn.Linear(4, 4), torch.randn(2, 4), Tensor.sum, memory_budget="1MiB")
+
+
 @pytest.mark.slow
 def test_measured_above_the_budget_corrects_and_goes_on(tmp_path: Path) -> None:
     """Memory outside the regions that no profile sees is found by executing, and the size goes down."""

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -183,9 +184,15 @@ def test_a_forward_replaced_by_others_is_refused() -> None:
     module = network()
     replacement = module.forward
     module.forward = replacement
-    with pytest.raises(ValueError, match="has been replaced"):
+    with pytest.raises(ValueError, match=r"has been replaced on this instance, by torch\.nn\.\S*Sequential\.forward, "):
         rematerialize(module, X, memory_budget="60%", planner="periodic")
     assert vars(module)["forward"] is replacement
+
+
+def test_a_rewritten_forward_says_of_itself_what_the_plain_one_says() -> None:
+    plain, ours = network().forward, rewritten().forward
+    assert inspect.signature(ours) == inspect.signature(plain)
+    assert (ours.__name__, ours.__doc__) == (plain.__name__, plain.__doc__)
 
 
 def test_eval_mode_warns() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rewriting import assert_equal_steps, recomputing_copy
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from training_steps import assert_equal_traces, traces
@@ -156,6 +157,26 @@ def test_transforms_of_torch_func_use_the_plain_forward() -> None:
     with pytest.warns(UserWarning, match=r"a transform of torch\.func"):
         found = gradients(ours)
     assert same(list(found.values()), list(gradients(module).values()))
+
+
+@pytest.mark.filterwarnings(r"ignore:.*torch\.jit")  # PyTorch's own functions for such derivatives are scripted
+def test_where_derivatives_are_taken_forwards_the_plain_forward_runs() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Dropout(0.2), nn.Linear(6, 6))
+    ours = recomputing_copy(module, X)
+
+    def derivatives(m: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        with forward_ad.dual_level():
+            value, slope = forward_ad.unpack_dual(m(forward_ad.make_dual(X, torch.ones_like(X))))
+            assert slope is not None
+            wanted = [p for name, p in m.named_parameters() if name.endswith("weight")]
+            return [value, slope, *torch.autograd.grad(slope.square().sum() + value.sum(), wanted)]
+
+    with pytest.warns(UserWarning, match="where derivatives are taken forwards"):
+        found = derivatives(ours)
+    assert same(found, derivatives(module))
+    batches = [X, X + 1]
+    assert_equal_traces(traces(module, batches), traces(ours, batches))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,0 +1,62 @@
+"""No graph of autograd, and nothing that hangs on it, outlives the step that made it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from remat_runs import network
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_remat import find_batch_size, rematerialize
+
+
+class Halves(nn.Module):
+    """Decides on values between two graphs, the second of which gets what the first has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net = network()
+        self.first, self.second = net[:9], net[9:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y if y.sum() > -1e9 else -y)
+
+
+def held(module: nn.Module) -> list[str]:
+    """The parameters of which a graph is alive: autograd's node for them is the same again, and has kept its mark."""
+    gc.collect()
+    for p in module.parameters():
+        get_gradient_edge(p).node.metadata["mark"] = True
+    return [name for name, p in module.named_parameters() if "mark" in get_gradient_edge(p).node.metadata]
+
+
+def images(size: int = 4) -> Tensor:
+    return torch.randn(size, 3, 16, 16)
+
+
+def test_a_graph_that_is_alive_is_seen() -> None:
+    net = network()
+    loss = net(images()).sum()
+    assert len(held(net)) == len(list(net.parameters()))
+    del loss
+    assert held(net) == []
+
+
+@pytest.mark.parametrize("make", [network, Halves])
+def test_rematerializing_and_training_hold_no_graph(make: type[nn.Module]) -> None:
+    net = make()
+    rematerialize(net, images(), memory_budget="70%")
+    assert held(net) == []
+    for _ in range(2):
+        net(images()).sum().backward()
+    assert held(net) == []
+
+
+def test_a_search_for_a_batch_size_holds_no_graph() -> None:
+    net = Halves()
+    find_batch_size(net, images(), lambda x: net(x).sum(), memory_budget="3MiB", max_batch_size=8)
+    assert held(net) == []
