@@ -389,7 +389,7 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(self, *args, **kwargs)
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
-    elif forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    elif forward_ad._current_level >= 0:  # pyright: ignore
         reason = "it is called where derivatives are taken forwards, of which a recomputation has none"
     else:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -43,8 +44,8 @@ class Keeper:
             if is_output or tensor._backward_hooks is not None:  # pyright: ignore
                 node.register_prehook(tell)
             else:
-                # As `register_hook`, which makes a handle as well.
-                tensor._backward_hooks = {0: tell}  # pyright: ignore
+                # As `register_hook`, which makes a handle as well, whose numbers are not negative.
+                tensor._backward_hooks = OrderedDict({-1: tell})  # pyright: ignore
                 node._register_hook_dict(tensor)
 
     def watch(self, sources: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training_steps import step_peak
+from training_steps import assert_equal_traces, step_peak, traces
 
 from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import InfeasibleBudgetError, rematerialize, restore
@@ -185,3 +185,25 @@ def test_a_hook_of_a_tensor_beside_them_is_not_lost() -> None:
     plan = rematerialize(module, X, memory_budget="80%", planner="periodic")
     assert plan.num_recomputed
     assert_same(steps(module, seen), plain)
+
+
+class Clamped(nn.Module):
+    """Hooks what it has computed, before which something may be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.up(self.norm(x)))
+        h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return x + self.down(h)
+
+
+def test_hooks_of_tensors_stand_beside_those_that_tell_of_backwards() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Clamped() for _ in range(4)))
+    ours = copy.deepcopy(plain)
+    assert rematerialize(ours, X, memory_budget="60%").num_recomputed
+    batches = [X, X * 2, X]
+    assert_equal_traces(traces(plain, batches), traces(ours, batches))
