@@ -27,14 +27,14 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
     Args:
         graph: The captured graph.
         records: What its nodes did.
-        effects: The nodes that only write into what lives outside the graph.
+        effects: The nodes that only act on what lives outside the graph.
     """
     spans = _transforms(graph)
     inner = {n for span in spans for n in span}
     nodes = [
         n
         for n in graph.nodes
-        if n.op.startswith("call") and (records[n].has_tensors or records[n].writes or n in inner)
+        if n.op.startswith("call") and (records[n].has_tensors or records[n].writes or n in inner or n in effects)
     ]
     position = {n: i for i, n in enumerate(graph.nodes)}
     fused: Any = UnionFind(nodes)

@@ -13,7 +13,7 @@ from ..measure.meter import tensor_storage
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
 from ..operations.contexts import lift_contexts
-from ..operations.functions import replace_functions
+from ..operations.functions import replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
 from .aliasing import Record, record
 from .dynamo import CapturedGraph, CaptureError, CompiledForward, forward_of
@@ -198,13 +198,14 @@ def _owned(
 
 
 def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.Node]:
-    """The nodes that write into what lives outside and make nothing else, with those that only serve them."""
+    """The nodes that act on what lives outside and make nothing else, with those that only serve them."""
     found: set[fx.Node] = set()
     for n in reversed(graph.nodes):
         if not n.op.startswith("call") or records[n].needs_grad:
             continue
         writes = records[n].writes
         is_effect = bool(writes) and all(o.op == "placeholder" for o in writes) and not records[n].owns
+        is_effect |= returns_nothing(n) and not writes
         serves = bool(n.users) and found.issuperset(n.users) and records[n].has_tensors and not writes
         if is_effect or serves:
             found.add(n)

@@ -1,7 +1,8 @@
-"""Functions with a backward of their own, as targets of one call: custom functions, and PyTorch's checkpointing.
+"""Calls that TorchDynamo puts in a graph otherwise than the user wrote them: here they do what the user's did.
 
-What TorchDynamo runs in their place is meant to be compiled: run eagerly, the one keeps what it saves for ever, the
-other recomputes otherwise than `torch.utils.checkpoint` does. Here both do what the user's call did.
+What it runs in their place is meant to be compiled: run eagerly, a custom function keeps what it saves for ever, a call
+of `torch.utils.checkpoint` recomputes otherwise, and an assertion that fails is another error, or none where a device
+runs behind.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TraceError
@@ -126,6 +128,35 @@ class Checkpointed:
         return checkpoint(function, *given, **self.options)
 
 
+_UNEXPLAINED = "assertion error"
+"""What TorchDynamo says for an assertion that says nothing."""
+
+
+def asserted(condition: Tensor, message: str = _UNEXPLAINED) -> None:
+    """The assertion of a tensor's value, which a fake one does not have.
+
+    Raises:
+        AssertionError: It is false.
+    """
+    if not isinstance(condition, FakeTensor) and not condition:
+        raise AssertionError(*(() if message == _UNEXPLAINED else (message,)))
+
+
+def returns_nothing(part: fx.Node) -> bool:
+    """Whether a call is there for what it does besides computing."""
+    if part.target is asserted:
+        return True
+    schema = getattr(_only_overload(part.target), "_schema", None)
+    return schema is not None and not schema.returns
+
+
+def _only_overload(target: Any) -> Any:
+    """The overload of a custom operation that has but one, under which name it is called."""
+    if isinstance(target, OpOverloadPacket) and len(names := target.overloads()) == 1:
+        return getattr(target, names[0])
+    return target
+
+
 def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[str]:
     """Puts these in the place of TorchDynamo's targets; a sentence for each call of `checkpoint`.
 
@@ -136,7 +167,9 @@ def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[
     reasons: list[str] = []
     for n in root.graph.nodes:
         name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
-        if name == "autograd_function_apply":
+        if n.target in (torch._assert, torch._assert_async):  # pyright: ignore
+            n.target = asserted
+        elif name == "autograd_function_apply":
             n.target = CustomFunction(dict(n.kwargs))
             n.kwargs = {}
         elif name == "tag_activation_checkpoint":
