@@ -73,6 +73,11 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
     tensors = {id(value): value for value in values if isinstance(value, Tensor)}
 
     def copy(value: Tensor) -> Tensor:
+        if value.is_nested:
+            raise TraceError(
+                f"a nested tensor of {value.size(0)} parts comes in, of which no plan knows how large they are the next "
+                "time. Remedy: pad it, or rematerialize submodules that get plain tensors"
+            )
         if known is None:
             return mode.from_tensor(value, static_shapes=True)
         with torch.no_grad():

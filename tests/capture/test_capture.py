@@ -11,7 +11,7 @@ from rewriting import rematerialized_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, traces
 
-from lightning_remat import TraceError, profile, trace
+from lightning_remat import TraceError, profile, rematerialize, trace
 
 
 class Asks(nn.Module):
@@ -116,6 +116,14 @@ class AsksABuffer(nn.Module):
             x = x * 2
         self.started += 1
         return self.last(x.sigmoid().exp().sigmoid())
+
+
+def test_nested_tensors_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parts = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    with pytest.raises(TraceError, match=r"nested tensor of 2 parts.*Remedy: pad it"):
+        rematerialize(module, parts, memory_budget="80%")
+    assert "forward" not in vars(module)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ NAMES = (
     "deeplabv3_resnet50",
 )
 QUICK = ("resnet18", "squeezenet1_1")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What kernels of convolutions take depends on how many threads run them, and with it what VGG can save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def build(name: str) -> nn.Module:
