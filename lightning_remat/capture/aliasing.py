@@ -75,7 +75,7 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
     def copy(value: Tensor) -> Tensor:
         if value.is_nested:
             raise TraceError(
-                f"a nested tensor of {value.size(0)} parts comes in, of which no plan knows how large they are the next "
+                f"a nested tensor of {value.size(0)} parts comes in, of which no plan knows how large they are next "
                 "time. Remedy: pad it, or rematerialize submodules that get plain tensors"
             )
         if known is None:
