@@ -25,7 +25,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from . import as_in_eager, generators_left, hook_guards, numpy_as_it_is
+from . import as_in_eager, compiled_by_users, generators_left, hook_guards, numpy_as_it_is
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
@@ -223,6 +223,7 @@ class _Quiet:
 _WHILE_CAPTURING = SharedSettings(
     _Quiet(),
     *as_in_eager.CHANGES,
+    *compiled_by_users.CHANGES,
     *generators_left.CHANGES,
     *numpy_as_it_is.CHANGES,
     *hook_guards.CHANGES,

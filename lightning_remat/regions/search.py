@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..capture.compiled_by_users import has_compiled_methods
 from ..capture.dynamo import CapturedGraph
 from ..errors import TraceError
 from ..execution.program import Program, checked_program
@@ -198,8 +199,9 @@ def is_exchanged(module: nn.Module) -> bool:
     """
 
     def is_special(m: Any) -> bool:
-        holds_deque = any(isinstance(v, deque) and v.maxlen is not None for v in vars(m).values())  # pyright: ignore
-        return holds_deque or isinstance(m, OptimizedModule) or m._compiled_call_impl is not None
+        if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None or has_compiled_methods(m):
+            return True
+        return any(isinstance(v, deque) and v.maxlen is not None for v in vars(m).values())  # pyright: ignore
 
     return "forward" in vars(module) or any(map(is_special, module.modules()))
 

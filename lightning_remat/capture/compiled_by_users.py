@@ -1,0 +1,59 @@
+"""Functions that the user has compiled run as compiled: TorchDynamo would look into them and have them run eagerly.
+
+A compiled function has other bits than its source, and often less memory. A call of one divides the forward; a module
+of which a method is one is left as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+from .as_in_eager import is_captured_as_eager
+from .shared_setting import Exchange, captures_here
+
+_SOURCE = "_torchdynamo_inline"
+"""The attribute by which TorchDynamo finds what a compiled function was made of."""
+
+
+def has_compiled_methods(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made a method of the module's class, its forward or another.
+
+    >>> class Compiled(nn.Identity):
+    ...     forward = torch.compile(nn.Identity.forward)
+    >>> has_compiled_methods(Compiled()), has_compiled_methods(nn.Identity())
+    (True, False)
+    """
+    own = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
+    return any(_is_compiled(value) for kind in own for value in vars(kind).values())
+
+
+def _is_compiled(function: object) -> bool:
+    is_of_dynamo = inspect.getattr_static(function, _SOURCE, None) is not None
+    return is_of_dynamo and not isinstance(function, torch.jit.ScriptFunction)
+
+
+def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def call_function(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        is_compiled = wrapper.attr_to_trace == _SOURCE and _is_compiled(wrapper.wrapper_obj)
+        if is_compiled and captures_here() and is_captured_as_eager():
+            unimplemented(
+                gb_type="a function that torch.compile has compiled is called:",
+                context=wrapper.get_name(),
+                explanation="it runs as compiled, between two graphs.",
+                hints=[],
+            )
+        return call(wrapper, *args, **kwargs)
+
+    return call_function
+
+
+CHANGES = [Exchange(WrapperUserFunctionVariable, "call_function", _unless_compiled)]

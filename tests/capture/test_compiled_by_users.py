@@ -1,0 +1,71 @@
+"""What users have compiled runs as compiled: here by a compiler whose code computes something else than its source."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from training_steps import assert_equal_traces, traces
+
+from lightning_remat import TraceError, rematerialize
+
+X = torch.randn(32, 16)
+
+
+def other_bits(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    """As fused kernels have."""
+    return lambda *inputs: tuple(output * 1.001 for output in module(*inputs))
+
+
+@torch.compile(backend=other_bits)
+def activation(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+class Block(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = nn.functional.gelu) -> None:
+        super().__init__()
+        self.function = function
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.function(self.up(self.norm(x))))
+
+
+class CompiledForward(Block):
+    """Is compiled itself."""
+
+    @torch.compile(backend=other_bits)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).sigmoid())
+
+
+class CompiledMethod(Block):
+    """Calls a method that is."""
+
+    @torch.compile(backend=other_bits)
+    def halved(self, x: Tensor) -> Tensor:
+        return x / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.halved(x))
+
+
+@pytest.mark.parametrize("between", [lambda: Block(activation), CompiledForward, CompiledMethod])
+def test_steps_are_those_of_the_compiled_function(between: Callable[[], nn.Module]) -> None:
+    plain = nn.Sequential(Block(), Block(), between(), Block(), Block())
+    ours = copy.deepcopy(plain)
+    assert rematerialize(ours, X, memory_budget="90%").num_recomputed
+    batches = [X, X * 2, X]
+    assert_equal_traces(traces(plain, batches), traces(ours, batches))
+
+
+def test_of_a_module_that_is_compiled_itself_it_is_said() -> None:
+    with pytest.raises(TraceError, match="CompiledForward holds a compiled part"):
+        rematerialize(CompiledForward(), X, memory_budget="80%")
