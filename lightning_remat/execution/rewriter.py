@@ -15,14 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
 from ..errors import InfeasibleBudgetError, TraceError
 from ..module_state.nesting import tensors_in
-from ..module_state.refusals import is_captured, is_in_checkpoint
+from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
 from ..plans.planner import plan as make_plan
@@ -196,8 +195,7 @@ def _bind(module: nn.Module) -> None:
 
 def _like(original: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` under the name and with the arguments of a class's, which trainers ask for what a batch must hold."""
-    own = types.FunctionType(forward.__code__, globals())
-    return wraps(original, updated=())(own)
+    return wraps(original, updated=())(types.FunctionType(forward.__code__, globals()))
 
 
 def _plain_state(self: nn.Module) -> Any:
@@ -387,11 +385,7 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(self, *args, **kwargs)
     if is_in_checkpoint():
         return original(self, *args, **kwargs)
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
-        reason = "it is called in a transform of torch.func, which takes no saved-tensor hooks"
-    elif forward_ad._current_level >= 0:  # pyright: ignore
-        reason = "it is called where derivatives are taken forwards, of which a recomputation has none"
-    else:
+    if (reason := transform_in_the_way()) is None:
         try:
             return state(self, args, kwargs)
         except CaptureError as error:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore
 
@@ -71,3 +72,12 @@ def is_in_checkpoint() -> bool:
     """Whether the code that asks runs within `torch.utils.checkpoint`, for the first time or again."""
     hooks = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def transform_in_the_way() -> str | None:
+    """Why the plain forward must run where derivatives are taken otherwise than backwards; None where they are not."""
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        return "it is called in a transform of torch.func, which takes no saved-tensor hooks"
+    if forward_ad._current_level >= 0:  # pyright: ignore
+        return "it is called where derivatives are taken forwards, of which a recomputation has none"
+    return None
