@@ -26,6 +26,12 @@ from .step_memory import RegionCost, RegionPeaks, StepPeaks, Surroundings, regio
 _HELD = 6
 """Limits on what a region holds for which the planner is asked, from the least to what the plain run holds."""
 
+_MOST_STEPS_DOWN = 16
+"""Budgets that are tried, each a byte below the lowest peak so far."""
+
+_LOWERED = 4
+"""Regions of which it is asked for the lowest peak of the step, where that is wanted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -103,10 +109,8 @@ def choose(
         starts += [(units, False), (frozenset[int](), False)]
     found = [search.relaxed(search.reduced(budget_bytes, *start), budget_bytes) for start in starts]
     if all(search.excess(choice, budget_bytes) for choice in found):
-        found = [search.reduced(0, *start) for start in starts]
-        leanest = (search.least(lambda p: p.held_bytes), search.least(lambda p: p.most_bytes))
-        found += [Choice(lean, kept) for lean in leanest for kept in {units, frozenset[int]()}]
-        found = [search.relaxed(min(found, key=search.peak), budget_bytes)]
+        lowest = search.lowered(search.lowest(starts), answer)
+        found = [search.relaxed(lowest, search.peak(lowest))]
     best = min(found, key=lambda choice: (search.excess(choice, budget_bytes), search.seconds(choice)))
     best = search.refined(best, budget_bytes, answer)
     return best.options, search.around(best.kept)
@@ -165,7 +169,25 @@ class _Search:
         gathers = sum(price for u, price in self.prices.items() if u not in choice.kept)
         return gathers + sum(choice.options[key].seconds for key in self.keys)
 
-    def least(self, measure: Callable[[RegionPeaks], int]) -> dict[str, Option]:
+    def lowest(self, starts: Sequence[tuple[frozenset[int], bool]]) -> Choice:
+        """That of the lowest peak that is found, of the options that are there.
+
+        Args:
+            starts: What `reduced` is to begin with.
+        """
+        found = [self.reduced(0, *start) for start in starts]
+        leanest = self._least(lambda p: p.held_bytes), self._least(lambda p: p.most_bytes)
+        units = frozenset(self.prices)
+        found += [Choice(lean, kept) for lean in leanest for kept in {units, frozenset[int]()}]
+        best = min(found, key=self.peak)
+        for _ in range(_MOST_STEPS_DOWN):
+            lower = min((self.reduced(self.peak(best) - 1, *start) for start in starts), key=self.peak)
+            if self.peak(lower) >= self.peak(best):
+                break
+            best = lower
+        return best
+
+    def _least(self, measure: Callable[[RegionPeaks], int]) -> dict[str, Option]:
         return {key: min(menu, key=lambda o: (measure(o.peaks), o.seconds)) for key, menu in self.menus.items()}
 
     def reduced(self, budget_bytes: int, kept: frozenset[int], reshards: bool) -> Choice:
@@ -236,6 +258,32 @@ class _Search:
                 if not self.excess(faster, budget_bytes):
                     choice = faster
         return choice
+
+    def lowered(self, choice: Choice, ask: Callable[[str, int, int], Option | None]) -> Choice:
+        """The same with schedules of the regions that matter most for its peak, the best of which the planner knows.
+
+        Each is asked for the lowest peak of the step where the others are as they are: that of the region itself, or
+        what it holds with what the others need then.
+
+        Args:
+            choice: What to start from.
+            ask: See `refined`.
+        """
+        single = [key for key in self.menus if self.keys.count(key) == 1]
+        matters = {key: self._peak_without(key, choice) for key in single}
+        for key in sorted(single, key=matters.__getitem__)[:_LOWERED]:
+            most, held = self._room(key, choice, self.peak(choice))
+            option = ask(key, max(1, most - held), 0)
+            if option is not None:
+                lower = Choice({**choice.options, key: option}, choice.kept)
+                choice = min(choice, lower, key=self.peak)
+        return choice
+
+    def _peak_without(self, key: str, choice: Choice) -> int:
+        """The peak if the region of one call needed nothing."""
+        figures = self._figures_of(choice)
+        figures[:, self.keys.index(key)] = 0
+        return int(self._peaks_with(choice.kept).of(*figures).max())
 
     def _room(self, key: str, choice: Choice, budget_bytes: int) -> tuple[int, int]:
         """What a region of one call may need by itself, and may hold, where the others are as they are."""

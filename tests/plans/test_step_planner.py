@@ -121,6 +121,33 @@ def test_infeasible_names_the_least_budget_and_it_suffices() -> None:
     assert plan_step(["net"], graphs, least, "periodic", AROUND).predicted_peak_bytes <= least
 
 
+@pytest.mark.parametrize("seed", [5, 9, 21])
+def test_of_several_regions_no_budget_below_the_least_one_is_met(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def varied(count: int, least: int, most: int) -> Graph:
+        nodes = (
+            replace(
+                node,
+                output_bytes=rng.randrange(least, most),
+                parameter_bytes=rng.randrange(1, 20),
+                tape_bytes=rng.randrange(60),
+                backward_workspace_bytes=rng.randrange(150),
+            )
+            for node in chain(count).nodes
+        )
+        return replace(chain(count), nodes=tuple(nodes))
+
+    graphs = {"a": varied(14, 20, 200), "b": varied(5, 100, 400), "c": varied(8, 20, 200)}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_step(["a", "b", "c"], graphs, 1, "chen_cheap", AROUND)
+    least = int(caught.value.minimum_bytes)
+    assert plan_step(["a", "b", "c"], graphs, least, "chen_cheap", AROUND).predicted_peak_bytes <= least
+    for part in (0.97, 0.94, 0.9, 0.85, 0.8):
+        with pytest.raises(InfeasibleBudgetError):
+            plan_step(["a", "b", "c"], graphs, 1000 + int(part * (least - 1000)), "chen_cheap", AROUND)
+
+
 def test_optimizer_step_above_the_budget_is_named() -> None:
     with pytest.raises(InfeasibleBudgetError, match="the optimizer's step") as caught:
         plan_step(["net"], {"net": chain()}, 5000, "periodic", Surroundings(0, 9000))
