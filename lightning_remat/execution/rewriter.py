@@ -195,7 +195,7 @@ def _bind(module: nn.Module) -> None:
 
 def _like(original: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` under the name and with the arguments of a class's, which trainers ask for what a batch must hold."""
-    return wraps(original, updated=())(types.FunctionType(forward.__code__, globals()))
+    return wraps(original, ("__name__", "__qualname__", "__doc__"), ())(types.FunctionType(forward.__code__, globals()))
 
 
 def _plain_state(self: nn.Module) -> Any:
