@@ -287,14 +287,13 @@ class Two(Halves):
         return h
 
 
-TOO_SMALL = pytest.mark.xfail(reason="nothing is worth recomputing in the graphs around .item()", strict=True)
 COPIED = pytest.mark.xfail(
     reason="a buffer that is written between two graphs is copied, which the lowest peak that is told does not count",
     strict=False,
 )
 CASES = [
     Counter, BufferCounter, BufferCounterReplaced, BufferReadByItem, BufferReadByInt, BufferBranch,
-    pytest.param(InputReadByItem, marks=TOO_SMALL), Appends, Dictionary, RemembersOutput, AttributeOnOutput,
+    InputReadByItem, Appends, Dictionary, RemembersOutput, AttributeOnOutput,
     AttributeOnResult, HookFillsList, Average, AverageByData, AverageByDataCopy, AverageAfter,
     pytest.param(Queue, marks=COPIED), CodeBook, CacheGrows, LazyTable, Statistics, ModuleMadeInForward, Two,
 ]  # fmt: skip
