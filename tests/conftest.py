@@ -7,6 +7,7 @@ marked `gpu` run; without it they run on CUDA where there is one.
 
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if function in seen:
                 item.add_marker("slow")
             seen.add(function)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for the test, in whatever process it runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

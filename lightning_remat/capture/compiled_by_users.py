@@ -6,12 +6,11 @@ of which a method is one is left as it is.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -26,6 +25,7 @@ _SOURCE = "_torchdynamo_inline"
 def has_compiled_methods(module: nn.Module) -> bool:
     """Whether `torch.compile` has made a method of the module's class, its forward or another.
 
+    >>> import torch
     >>> class Compiled(nn.Identity):
     ...     forward = torch.compile(nn.Identity.forward)
     >>> has_compiled_methods(Compiled()), has_compiled_methods(nn.Identity())
@@ -36,8 +36,7 @@ def has_compiled_methods(module: nn.Module) -> bool:
 
 
 def _is_compiled(function: object) -> bool:
-    is_of_dynamo = inspect.getattr_static(function, _SOURCE, None) is not None
-    return is_of_dynamo and not isinstance(function, torch.jit.ScriptFunction)
+    return isinstance(function, FunctionType) and _SOURCE in vars(function)  # those of `torch.jit` are of another type
 
 
 def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +46,7 @@ def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
         if is_compiled and captures_here() and is_captured_as_eager():
             unimplemented(
                 gb_type="a function that torch.compile has compiled is called:",
-                context=wrapper.get_name(),
+                context=wrapper.wrapper_obj.__qualname__,
                 explanation="it runs as compiled, between two graphs.",
                 hints=[],
             )

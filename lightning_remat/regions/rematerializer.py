@@ -219,7 +219,8 @@ def _check_rewritable(module: nn.Module) -> None:
     """Refuses what cannot be rewritten; warns where the rewriting would have no effect."""
     if (reason := reason_against(module)) is not None:
         raise ValueError(f"cannot rematerialize: {reason}")
-    if (replaced := vars(module).get("forward")) is not None:
+    if "forward" in vars(module):
+        replaced: Any = vars(module)["forward"]
         name = getattr(replaced, "__qualname__", type(replaced).__name__)
         raise ValueError(
             f"{type(module).__name__}.forward has been replaced on this instance, by {replaced.__module__}.{name}, "

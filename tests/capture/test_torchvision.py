@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,9 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from training_steps import assert_equal_traces, step_peak, traces
 
 from lightning_remat import InfeasibleBudgetError, Plan, plan, profile, rematerialize, restore, trace
+
+# What kernels of convolutions take depends on how many threads run them, and with it what VGG can save.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = (
     "resnet18",
@@ -32,15 +34,6 @@ NAMES = (
     "deeplabv3_resnet50",
 )
 QUICK = ("resnet18", "squeezenet1_1")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What kernels of convolutions take depends on how many threads run them, and with it what VGG can save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(name: str) -> nn.Module:

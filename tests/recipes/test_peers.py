@@ -3,7 +3,6 @@
 import copy
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from benchmarks.peer_networks import NETWORKS, Network
 from benchmarks.peer_report import COUNTED, Row, read_rows, summary, table, write_results
 from remat_recipes.networks.gpt import GPT
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def small_vgg() -> VGG:
     network = VGG(make_layers([8, "M", 8, 8, "M"]), init_weights=False)
@@ -29,14 +30,6 @@ def small_vgg() -> VGG:
 
 def densenet(_: bool = True) -> nn.Sequential:
     return nn.Sequential(*peer_networks.densenet_stages(DenseNet(8, (2, 1, 1, 1), 8)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 TOY = Network(densenet, peer_networks.images, (2, 64), (8, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ def held(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if "mark" in get_gradient_edge(p).node.metadata]
 
 
-def images(size: int = 4) -> Tensor:
-    return torch.randn(size, 3, 16, 16)
+def images() -> Tensor:
+    return torch.randn(4, 3, 16, 16)
 
 
 def test_a_graph_that_is_alive_is_seen() -> None:
@@ -47,7 +48,7 @@ def test_a_graph_that_is_alive_is_seen() -> None:
 
 
 @pytest.mark.parametrize("make", [network, Halves])
-def test_rematerializing_and_training_hold_no_graph(make: type[nn.Module]) -> None:
+def test_rematerializing_and_training_hold_no_graph(make: Callable[[], nn.Module]) -> None:
     net = make()
     rematerialize(net, images(), memory_budget="70%")
     assert held(net) == []
