@@ -1,7 +1,7 @@
 """Functions that the user has compiled run as compiled: TorchDynamo would look into them and have them run eagerly.
 
 A compiled function has other bits than its source, and often less memory. A call of one divides the forward; a module
-of which a method is one is left as it is.
+that has one as a method or attribute is left as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _SOURCE = "_torchdynamo_inline"
 
 
 def has_compiled_methods(module: nn.Module) -> bool:
-    """Whether `torch.compile` has made a method of the module's class, its forward or another.
+    """Whether `torch.compile` has made a method of the module, its forward or another, or a function that it holds.
+
+    Of the latter torch 2.11 keeps no trace while it captures.
 
     >>> import torch
     >>> class Compiled(nn.Identity):
@@ -32,7 +34,7 @@ def has_compiled_methods(module: nn.Module) -> bool:
     (True, False)
     """
     own = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
-    return any(_is_compiled(value) for kind in own for value in vars(kind).values())
+    return any(_is_compiled(value) for holder in (module, *own) for value in vars(holder).values())
 
 
 def _is_compiled(function: object) -> bool:

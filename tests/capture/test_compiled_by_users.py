@@ -38,6 +38,13 @@ class Block(nn.Module):
         return x + self.down(self.function(self.up(self.norm(x))))
 
 
+class CallsCompiled(Block):
+    """Calls a function that is compiled, of the file's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(activation(x))
+
+
 class CompiledForward(Block):
     """Is compiled itself."""
 
@@ -57,7 +64,7 @@ class CompiledMethod(Block):
         return super().forward(self.halved(x))
 
 
-@pytest.mark.parametrize("between", [lambda: Block(activation), CompiledForward, CompiledMethod])
+@pytest.mark.parametrize("between", [lambda: Block(activation), CallsCompiled, CompiledForward, CompiledMethod])
 def test_steps_are_those_of_the_compiled_function(between: Callable[[], nn.Module]) -> None:
     plain = nn.Sequential(Block(), Block(), between(), Block(), Block())
     ours = copy.deepcopy(plain)
