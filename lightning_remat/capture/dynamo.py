@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import compiled_autograd, config
+from torch._dynamo import compiled_autograd, config, utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
@@ -220,8 +220,12 @@ class _Quiet:
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 
+# torch 2.11 notes the settings of each capture as JSON, of which functions to leave out are none, and logs the error.
+_NO_NOTE_OF_SETTINGS = Exchange(utils, "_get_dynamo_config_for_logging", lambda own: lambda: None)
+
 _WHILE_CAPTURING = SharedSettings(
     _Quiet(),
+    _NO_NOTE_OF_SETTINGS,
     *as_in_eager.CHANGES,
     *compiled_by_users.CHANGES,
     *generators_left.CHANGES,

@@ -1,4 +1,4 @@
-"""What a library says once in a forward divides no graph."""
+"""What a library says once in a forward divides no graph, and a capture itself says nothing."""
 
 import functools
 import logging
@@ -30,3 +30,10 @@ def test_what_is_said_once_divides_no_graph(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.num_recomputed
     assert plan.rung == "traced"
     module(x).backward()
+
+
+def test_a_capture_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(64, 8)
+    rematerialize(module, x, memory_budget="100%")
+    module(x).sum().backward()
+    assert caplog.text == ""
