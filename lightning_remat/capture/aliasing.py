@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..devices import HOST
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.own_draws import draws
@@ -71,6 +72,8 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
     known = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
     mode: Any = known or FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+    # As which TorchDynamo hands over floats that change: until torch 2.13 a fake tensor does not know its float.
+    floats = {key: t.item() for key, t in tensors.items() if known is None and t.device == HOST and _is_float(t)}
 
     def copy(value: Tensor) -> Tensor:
         if value.is_nested:
@@ -79,7 +82,10 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
                 "time. Remedy: pad it, or rematerialize submodules that get plain tensors"
             )
         if known is None:
-            return mode.from_tensor(value, static_shapes=True)
+            made = mode.from_tensor(value, static_shapes=True)
+            if id(value) in floats:
+                made.item_memo = floats[id(value)]
+            return made
         with torch.no_grad():
             copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
         return copied.requires_grad_(value.requires_grad)
@@ -89,8 +95,15 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
         yield [made.get(id(value), value) for value in values]
 
 
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float64 and not tensor.is_nested and not tensor.dim()
+
+
 class WriteWatch(TorchDispatchMode):
-    """Notes random operations and writes to running statistics, which batch norm's schema does not declare."""
+    """Notes random operations and writes that no version tells of.
+
+    Of running statistics not even batch norm's schema does; of a list of tensors on fake ones, its schema alone.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,6 +124,9 @@ class WriteWatch(TorchDispatchMode):
                 f"{func} draws from a generator of its own, whose state a recomputation would not find. Remedy: draw "
                 "from the default generator, or leave the submodule out (modules=...)"
             )
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, list) and argument.alias_info is not None and argument.alias_info.is_write:
+                self.written += [tensor_storage(t) for t in cast("list[Tensor]", value)]
         if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
             self.written += [tensor_storage(t) for t in args[3:5] if isinstance(t, Tensor)]
         return func(*args, **(kwargs or {}))

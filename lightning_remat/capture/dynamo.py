@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import re
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
@@ -19,13 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import compiled_autograd, config, utils
+from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from . import as_in_eager, compiled_by_users, generators_left, hook_guards, numpy_as_it_is
+from . import as_in_eager, as_written, compiled_by_users, generators_left, hook_guards, numpy_as_it_is, quiet
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
@@ -37,10 +35,12 @@ _HAS_ISOLATION = "isolate_recompiles" in signature(torch.compile).parameters  # 
 
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # LSTM and GRU are operations like others
+    "enable_dynamo_decompositions": False,  # `add_(x, alpha=0.1)` as two operations has other bits
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires
+    "skip_guards_on_constant_func_defaults": False,  # else torch 2.11 writes a list among them nowhere
 }
 
 _MOST_GRAPHS = 16
@@ -141,6 +141,7 @@ class CompiledForward:
         if self.has_hooks:
             replace_module_hooks(module.graph)
             module.recompile()
+        _put_inputs_first(module.graph)
         return partial(self._called, CapturedGraph(module))
 
     def _called(self, graph: CapturedGraph, *values: Any) -> Any:
@@ -205,28 +206,18 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
-class _Quiet:
-    """TorchDynamo asks every input whether it has a gradient, of which PyTorch warns; users may want errors then."""
+def _put_inputs_first(graph: fx.Graph) -> None:
+    """Before what reads them: torch 2.11 puts a size that only hooks of tensors read behind some of these."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for late in graph.find_nodes(op="placeholder"):
+        if first < late:
+            first.prepend(late)
 
-    def __init__(self) -> None:
-        message = re.compile("The .grad attribute of a Tensor that is not a leaf")
-        self._filter = "ignore", message, UserWarning, re.compile(r"torch\._(dynamo|subclasses)"), 0
-
-    def make(self) -> None:
-        cast("list[Any]", warnings.filters).insert(0, self._filter)
-
-    def undo(self) -> None:
-        with suppress(ValueError):  # users may have set others meanwhile
-            cast("list[Any]", warnings.filters).remove(self._filter)
-
-
-# torch 2.11 notes the settings of each capture as JSON, of which functions to leave out are none, and logs the error.
-_NO_NOTE_OF_SETTINGS = Exchange(utils, "_get_dynamo_config_for_logging", lambda own: lambda: None)
 
 _WHILE_CAPTURING = SharedSettings(
-    _Quiet(),
-    _NO_NOTE_OF_SETTINGS,
+    *quiet.CHANGES,
     *as_in_eager.CHANGES,
+    *as_written.CHANGES,
     *compiled_by_users.CHANGES,
     *generators_left.CHANGES,
     *numpy_as_it_is.CHANGES,

@@ -79,7 +79,10 @@ def gathered_modules(root: nn.Module) -> set[nn.Module]:
 
 def groups_of(unit: nn.Module) -> list[Any]:
     """The groups of parameters that are gathered together when the unit runs."""
-    return cast(Any, unit)._get_fsdp_state()._fsdp_param_groups
+    state = cast(Any, unit)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_group"):  # torch 2.11 has one of them
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return state._fsdp_param_groups
 
 
 def gathering_units(root: nn.Module) -> list[nn.Module]:

@@ -38,6 +38,10 @@ _METHODS = frozenset(
 )
 
 
+_LINEAR_ASKS = torch.__version__ < "2.14"
+"""Whether a linear layer whose input is no dense matrix takes another kernel where gradients are asked for."""
+
+
 def is_indifferent(part: fx.Node) -> bool:
     """Whether no implementation of a call asks for gradients; of functions that are not listed it is not known.
 
@@ -50,7 +54,7 @@ def is_indifferent(part: fx.Node) -> bool:
     if part.target in (functional.relu, functional.silu):
         return not (part.kwargs.get("inplace") or part.args[1:])
     if part.target is functional.linear:  # without a bias it is such a product
-        return len(part.args) == 3 and isinstance(part.args[2], fx.Node)
+        return not _LINEAR_ASKS and len(part.args) == 3 and isinstance(part.args[2], fx.Node)
     if part.target is functional.dropout:
         return _is_idle_dropout(part)
     if part.target is functional.embedding:  # with a largest norm it writes the weight

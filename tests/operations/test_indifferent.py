@@ -76,7 +76,8 @@ def listed() -> list[tuple[str, Any]]:
     """The names and the targets of fx nodes."""
     lists = (
         indifferent._FUNCTIONS,
-        {functional.relu, functional.silu, functional.linear, functional.dropout, functional.embedding},
+        {functional.relu, functional.silu, functional.dropout, functional.embedding},
+        set() if indifferent._LINEAR_ASKS else {functional.linear},
         indifferent._METHODS,
     )
     found = [(f if isinstance(f, str) else f.__name__, f) for functions in lists for f in functions]

@@ -1,0 +1,54 @@
+"""What TorchDynamo would compute otherwise than Python and PyTorch do, without a word.
+
+Python's `max` and `min` choose one of their arguments, by its value: the others get no gradient, and a number stays a
+number. TorchDynamo has `torch.maximum` or `torch.clamp` in their place, where the others get zeros and equal ones half
+each; so such a call divides the forward. `torch.addcdiv` with a `value` would be three operations, with other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import BuiltinVariable, TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.tensor import UnspecializedPythonVariable
+
+from .as_in_eager import is_captured_as_eager
+from .shared_setting import Exchange, captures_here
+
+# TorchDynamo's own names; nothing of them is typed.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
+
+
+def _unless_of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(choose)
+    def choose_one(builtin: Any, frame: Any, *values: Any) -> Any:
+        if captures_here() and is_captured_as_eager() and any(map(_is_tensor, values)):
+            unimplemented(
+                gb_type=f"Python's {builtin.fn.__name__} of tensors asks for their values:",
+                context=builtin.fn.__name__,
+                explanation="it runs as it is, between two graphs.",
+                hints=[],
+            )
+        return choose(builtin, frame, *values)
+
+    return choose_one
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether TorchDynamo has a tensor there, and no number that it keeps in one."""
+    value = None if value is None else value.realize()
+    return isinstance(value, TensorVariable) and not isinstance(value, UnspecializedPythonVariable)
+
+
+def _as_it_is(*_: Any, **__: Any) -> None:
+    """What TorchDynamo may have in a function's place: nothing."""
+
+
+CHANGES = [
+    Exchange(BuiltinVariable, "_call_min_max_binary", _unless_of_tensors),
+    Exchange(TorchInGraphFunctionVariable._get_handlers(), torch.addcdiv, lambda _: _as_it_is),
+]

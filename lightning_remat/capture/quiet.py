@@ -1,0 +1,45 @@
+"""TorchDynamo says nothing while this package captures: it would speak to people who compile.
+
+It asks every input whether it has a gradient, of which PyTorch warns, and users may want warnings to be errors; where a
+forward asks for a value, it advises a setting. torch 2.11 moreover makes objects of functions of autograd, of which
+PyTorch warns, and notes its settings of each capture as JSON, of which functions are none, so that it logs an error.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import suppress
+from typing import Any, cast
+
+from torch._dynamo import utils
+from torch._dynamo.variables import TensorVariable
+
+from .shared_setting import Exchange
+
+_FILTERS: list[Any] = [
+    ("ignore", re.compile(message), kind, re.compile(r"torch\._(dynamo|subclasses)"), 0)
+    for message, kind in (
+        ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
+        (".* should not be instantiated. Methods on autograd functions", DeprecationWarning),
+    )
+]
+
+
+class _Unwarned:
+    """The filters of warnings with these before them."""
+
+    def make(self) -> None:
+        cast("list[Any]", warnings.filters)[:0] = _FILTERS
+
+    def undo(self) -> None:
+        for made in _FILTERS:
+            with suppress(ValueError):  # users may have set others meanwhile
+                cast("list[Any]", warnings.filters).remove(made)
+
+
+CHANGES = [
+    _Unwarned(),
+    Exchange(utils, "_get_dynamo_config_for_logging", lambda _: lambda: None),
+    Exchange(TensorVariable, "_warn_capture_scalar_outputs", lambda _: staticmethod(lambda: None)),
+]

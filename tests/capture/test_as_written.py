@@ -1,0 +1,96 @@
+"""What TorchDynamo would compute otherwise than Python and PyTorch do: bits and gradients are the plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from changing_steps import WIDTH, Halves, Outcome, outcome_of
+from torch import Tensor, nn
+
+
+class Memory(Halves):
+    """A buffer that its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.full((WIDTH,), 0.3))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.memory
+
+
+class MovingAverage(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        self.memory.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return super().between(h)
+
+
+class WrittenByQuotient(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        self.memory.addcdiv_(h.detach().mean(0), h.detach().square().sum(0), value=0.3)
+        return super().between(h)
+
+
+class WrittenByProduct(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        self.memory.addcmul_(h.detach().mean(0), h.detach().sum(0), value=0.3)
+        return super().between(h)
+
+
+class WrittenInLists(Memory):
+    """As averages of weights are."""
+
+    def between(self, h: Tensor) -> Tensor:
+        torch._foreach_lerp_([self.memory], [h.detach().mean(0)], 0.3)
+        return super().between(h)
+
+
+class WrittenInListsUnread(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        torch._foreach_mul_([self.memory], 0.9)
+        torch._foreach_add_([self.memory], [h.detach().mean(0)], alpha=0.1)
+        return h
+
+
+class Quotient(Halves):
+    def between(self, h: Tensor) -> Tensor:
+        return torch.addcdiv(h, h.exp(), h + 3, value=0.1)
+
+
+class Branches(Halves):
+    """Parts of which a step chooses one: what was not chosen gets no gradient, not zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class TheLarger(Branches):
+    def between(self, h: Tensor) -> Tensor:
+        return h * max(self.a(h).mean(), self.b(h).mean())
+
+
+class TheLeast(Branches):
+    def between(self, h: Tensor) -> Tensor:
+        return h * min([self.a(h).mean(), h.mean(), self.b(h).mean()])
+
+
+class Alike(Branches):
+    """Of two that are equal the first one."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * max(self.a(h).mean() * 0, self.b(h).mean() * 0) + h
+
+
+class Hinge(Branches):
+    def between(self, h: Tensor) -> Tensor:
+        return h + max(0.0, self.a(h).mean() - 5) + max(self.b(h).mean() + 5, 0.0)
+
+
+WRITTEN = [MovingAverage, WrittenByQuotient, WrittenByProduct, WrittenInLists, WrittenInListsUnread, Quotient]
+CHOSEN = [TheLarger, TheLeast, Alike, Hinge]
+
+
+@pytest.mark.parametrize("case", [*WRITTEN, *CHOSEN])
+def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
+    assert outcome_of(case) is Outcome.EXACT
