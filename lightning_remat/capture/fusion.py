@@ -22,7 +22,8 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
     that touches this storage: a recomputation then never meets a half-written value. A group runs where its last
     part stood. Where that would change the order of random draws, of reads and writes of a buffer, or of three or more
     gradient contributions to one value, the nodes in between are fused too, so that results stay bitwise equal.
-    Effects are parts of the operation that follows them. What lies in a transform of `torch.func` is one operation.
+    Effects are parts of the operation that follows them, but for those that draw. What lies in a transform of
+    `torch.func` is one operation.
 
     Args:
         graph: The captured graph.
@@ -91,13 +92,18 @@ def _join_effects(
     records: dict[fx.Node, Record],
     join: Callable[[Iterable[fx.Node]], None],
 ) -> None:
-    """Every effect with the next operation; with the one before where the next reads what it writes, or is none."""
+    """Every effect with the next operation; with the one before where the next reads what it writes, or is none.
+
+    Effects that draw random numbers stay apart: an operation that runs again without them would draw what they drew.
+    """
     places = [k for k, n in enumerate(nodes) if n not in effects]
     for before, after in pairwise([-1, *places, len(nodes)]):
         between = nodes[before + 1 : after]
         written = {owner for n in between for owner in records[n].writes}
         is_read = after == len(nodes) or not written.isdisjoint(_owners_read(nodes[after], records))
-        if before >= 0 and is_read:
+        if any(records[n].is_random for n in between):
+            join(between)
+        elif before >= 0 and is_read:
             join([nodes[before], *between])
         elif after < len(nodes):
             join([nodes[after], *between])

@@ -258,7 +258,8 @@ def _operation(
     effects: frozenset[fx.Node],
 ) -> Operation:
     members = set(parts)
-    own = [n for n in parts if n not in effects] or parts
+    own = [n for n in parts if n not in effects]
+    named = own or parts
     outputs = tuple(n for n in own if records[n].has_tensors and any(u not in members for u in n.users))
     read = {i for n in parts for i in n.all_input_nodes if i in producer}
     inputs = sorted({producer[i] for i in read} - {index})
@@ -267,14 +268,14 @@ def _operation(
     # The nearest input in the same storage, so that a view of a view names what it is made from.
     viewing = {producer[i] for i in read if owners.intersection(producer.get(o, -1) for o in records[i].views)}
     base = max(owners.intersection(inputs) | viewing - {index}, default=None)
-    name = unique = _name(own[0])
+    name = unique = _name(named[0])
     count = 1
     while unique in names:
         unique, count = f"{name}_{count}", count + 1
     names.add(unique)
     return Operation(
         name=unique,
-        kind="+".join(dict.fromkeys(_kind(n) for n in own)),
+        kind="+".join(dict.fromkeys(_kind(n) for n in named)),
         parts=tuple(parts),
         outputs=outputs,
         inputs=tuple(inputs),
@@ -283,7 +284,7 @@ def _operation(
             sorted({o for n in own for o in records[n].writes if o.op == "placeholder"}, key=lambda o: o.name)
         ),
         effects=effects.intersection(parts),
-        is_random=any(records[n].is_random for n in own),
+        is_random=any(records[n].is_random for n in parts),
         is_permuted=any(records[n].is_permuted for n in own),
     )
 

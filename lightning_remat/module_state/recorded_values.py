@@ -124,7 +124,7 @@ class Recorder:
             self._add_content(container, dict(container), container.update)
             self._add_all(container.values())
         elif isinstance(container, tuple):
-            self._add_all(container)
+            self._add_all(tuple.__iter__(cast("tuple[Any, ...]", container)))  # whatever length a subclass tells
         elif isinstance(container, set):
             self._add_content(container, set(container), container.update)
         else:

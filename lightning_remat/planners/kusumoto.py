@@ -179,7 +179,7 @@ def plan_kusumoto_exact(
     node is recomputed at most once. Equation (2) is taken in steps of 1/3072 of all memory; the true peak is the
     simulator's. The candidates depend on the graph alone, so that more budget never makes the
     answer slower. Where the graph has more than 12 000 lower sets (many independent branches), those nearest to the
-    execution order are searched, which is logged.
+    execution order are searched, which is logged at level INFO.
 
     Args:
         graph: The operations.

@@ -255,6 +255,7 @@ def test_view_is_part_of_what_it_views():
 
 
 def test_many_independent_branches_narrow_the_search_and_say_so(caplog):
+    caplog.set_level("INFO", "lightning_remat")
     relu = {"output_bytes": 100, "forward_seconds": 1.0, "backward_seconds": 2.0}
     branches = [Node(f"branch{n}", "relu", (), (n,), **relu) for n in range(16)]
     graph = Graph((*branches, Node("sum", "sum", tuple(range(16)), (), **relu)))

@@ -52,7 +52,7 @@ def _planning_table(problem: LowerSetProblem, family: Family) -> LowerSetTable:
     if found is not None:
         return tabulate(problem, found, is_complete=True)
     near, window = near_lower_sets(count, problem.edges, _MOST_NEAR_LOWER_SETS)
-    _log.warning(
+    _log.info(  # `auto` asks as well, whose users have not asked for it
         "kusumoto_exact: the graph has more than %d lower sets; searched are the %d within %s places of the execution "
         "order and the pruned ones",
         _MOST_LOWER_SETS,
