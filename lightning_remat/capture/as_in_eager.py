@@ -51,9 +51,9 @@ _STREAM_QUESTIONS: list[Any] = [
     question
     for module in modules_of_kinds()
     if (question := getattr(module, "is_current_stream_capturing", None)) is not None
-    and trace_rules.lookup(question) is not TorchInGraphFunctionVariable
 ]
-"""Others, at which TorchDynamo stops unless it may ask them: libraries take them for one with those above."""
+"""Others: libraries take them for one with those above. TorchDynamo stops at them unless it may ask them; torch 2.11
+asks, and stops where it is built for a device that is not there."""
 
 _here = threading.local()
 
