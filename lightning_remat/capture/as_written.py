@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import BuiltinVariable, TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.ctx_manager import GradIncrementNestingCtxManagerVariable
 from torch._dynamo.variables.tensor import UnspecializedPythonVariable
 
 from .as_in_eager import is_captured_as_eager
@@ -27,12 +28,7 @@ def _unless_of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(choose)
     def choose_one(builtin: Any, frame: Any, *values: Any) -> Any:
         if captures_here() and is_captured_as_eager() and any(map(_is_tensor, values)):
-            unimplemented(
-                gb_type=f"Python's {builtin.fn.__name__} of tensors asks for their values:",
-                context=builtin.fn.__name__,
-                explanation="it runs as it is, between two graphs.",
-                hints=[],
-            )
+            _divide_at(builtin.fn.__name__, f"Python's {builtin.fn.__name__} of tensors asks for their values:")
         return choose(builtin, frame, *values)
 
     return choose_one
@@ -44,6 +40,20 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, TensorVariable) and not isinstance(value, UnspecializedPythonVariable)
 
 
+def _unless_here(enter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(enter)
+    def enter_transform(*args: Any) -> Any:
+        if captures_here() and is_captured_as_eager():
+            _divide_at("torch.func", "a gradient that torch.func takes forbids hooks of saved tensors:")
+        return enter(*args)
+
+    return enter_transform
+
+
+def _divide_at(what: str, reason: str) -> NoReturn:
+    unimplemented(gb_type=reason, context=what, explanation="it runs as it is, between two graphs.", hints=[])
+
+
 def _as_it_is(*_: Any, **__: Any) -> None:
     """What TorchDynamo may have in a function's place: nothing."""
 
@@ -51,4 +61,5 @@ def _as_it_is(*_: Any, **__: Any) -> None:
 CHANGES = [
     Exchange(BuiltinVariable, "_call_min_max_binary", _unless_of_tensors),
     Exchange(TorchInGraphFunctionVariable._get_handlers(), torch.addcdiv, lambda _: _as_it_is),
+    Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_here),
 ]

@@ -1,4 +1,4 @@
-"""Settings of TorchDynamo of which there is one for all threads, changed only while this package captures."""
+"""Settings of PyTorch of which there is one for all threads, changed only while this package captures or looks on."""
 
 from __future__ import annotations
 
@@ -79,10 +79,15 @@ class Exchange:
 
 
 class SharedSettings:
-    """Changes that are in force while any thread wants them: made for the first one, undone after the last."""
+    """Changes that are in force while any thread wants them: made for the first one, undone after the last.
 
-    def __init__(self, *changes: Change) -> None:
-        self._changes = changes
+    Args:
+        *changes: What is done and undone.
+        capturing: Whether who wants them captures.
+    """
+
+    def __init__(self, *changes: Change, capturing: bool = True) -> None:
+        self._changes, self._capturing = changes, capturing
         self._num_wanting = 0
         self._lock = threading.Lock()
 
@@ -94,11 +99,11 @@ class SharedSettings:
                 for change in self._changes:
                     change.make()
             self._num_wanting += 1
-        _here.depth = getattr(_here, "depth", 0) + 1
+        _here.depth = getattr(_here, "depth", 0) + self._capturing
         try:
             yield
         finally:
-            _here.depth -= 1
+            _here.depth -= self._capturing
             with self._lock:
                 self._num_wanting -= 1
                 if not self._num_wanting:

@@ -27,6 +27,23 @@ class GradientTransform(Halves):
         return h * torch.func.grad(lambda t: t.tanh().sum())(h)
 
 
+class Slopes(Halves):
+    """Of a part, row by row and to the second order, as networks that solve differential equations have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def between(self, h: Tensor) -> Tensor:
+        def value(row: Tensor) -> Tensor:
+            return self.field(row).sum()
+
+        h = h * torch.vmap(torch.func.grad(value))(h)
+        out, pull_back = torch.func.vjp(lambda t: self.field[:2](t), h)
+        curvature = torch.func.jacrev(torch.func.grad(value))(h[1])
+        return pull_back(out)[0] + torch.func.jacrev(self.field[0])(h[0]) @ curvature @ h[2]
+
+
 class Transformer(Halves):
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +112,7 @@ class DeepCopyInForward(Halves):
 
 
 CASES = [
-    Vmap, NestedVmap, GradientTransform, Transformer, slow(EncoderDecoder), AttentionWeights, Complex,
+    Vmap, NestedVmap, GradientTransform, Slopes, Transformer, slow(EncoderDecoder), AttentionWeights, Complex,
     DataDependentBranch, ListInputs, DeepCopyInForward,
 ]  # fmt: skip
 
