@@ -19,6 +19,7 @@ from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.own_draws import draws
 from ..operations.contexts import entered
+from .exchanged_data import EXCHANGES
 
 
 @dataclass(slots=True)
@@ -132,10 +133,6 @@ class WriteWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_EXCHANGE: Any = getattr(torch.ops.aten, "shallow_copy_data_", None)  # newer than torch 2.11
-_EXCHANGES = set[Any]() if _EXCHANGE is None else {_EXCHANGE, _EXCHANGE.default}
-
-
 class _Recorder(fx.Interpreter):
     """Runs node by node, freeing values after their last use."""
 
@@ -156,7 +153,7 @@ class _Recorder(fx.Interpreter):
             for t in tensors:
                 storage, owner = stored[t]
                 # `t.data = other` is no change among autograd's versions.
-                is_written = (t in before and t._version != before[t]) or (n.target in _EXCHANGES and i is n.args[0])
+                is_written = (t in before and t._version != before[t]) or (n.target in EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
                     entry.writes.add(owner or i)
         if n.op != "output":

@@ -17,6 +17,7 @@ from ..operations.functions import replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
 from .aliasing import Record, record
 from .dynamo import CapturedGraph, CaptureError, CompiledForward, forward_of
+from .exchanged_data import join_exchanges
 from .fusion import group, read_again
 from .out_of_place import put_out_of_place
 
@@ -150,6 +151,7 @@ def traced_graph(
     owned = _owned(module, placeholders, values, given)
     if (reason := lift_contexts(graph, is_grad_enabled=True)) is not None:
         raise TraceError(f"{type(module).__name__}: {reason}")
+    join_exchanges(graph)
     reasons = replace_functions(root, owned)
     records = record(root, values)
     if is_out_of_place:
