@@ -43,6 +43,9 @@ _SETTINGS: dict[str, Any] = {
     "skip_guards_on_constant_func_defaults": False,  # else torch 2.11 writes a list among them nowhere
 }
 
+if torch.__version__ < "2.13":  # a parameter that is frozen meanwhile would not be seen
+    _SETTINGS["skip_tensor_guards_with_matching_dict_tags"] = False
+
 _MOST_GRAPHS = 16
 """Of one module, before it is captured no more."""
 
