@@ -1,8 +1,10 @@
-"""What TorchDynamo would compute otherwise than Python and PyTorch do, without a word.
+"""What TorchDynamo would compute otherwise than Python and PyTorch do, without a word, or could not have recomputed.
 
 Python's `max` and `min` choose one of their arguments, by its value: the others get no gradient, and a number stays a
 number. TorchDynamo has `torch.maximum` or `torch.clamp` in their place, where the others get zeros and equal ones half
 each; so such a call divides the forward. `torch.addcdiv` with a `value` would be three operations, with other bits.
+Gradients that `torch.func` takes in a forward (`grad`, `vjp`, `jacrev`, `hessian`) forbid the hooks of saved tensors that
+recomputations need; they divide it, too.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, TensorVariable) and not isinstance(value, UnspecializedPythonVariable)
 
 
-def _unless_here(enter: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_forbidding_hooks(enter: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(enter)
     def enter_transform(*args: Any) -> Any:
         if captures_here() and is_captured_as_eager():
@@ -61,5 +63,5 @@ def _as_it_is(*_: Any, **__: Any) -> None:
 CHANGES = [
     Exchange(BuiltinVariable, "_call_min_max_binary", _unless_of_tensors),
     Exchange(TorchInGraphFunctionVariable._get_handlers(), torch.addcdiv, lambda _: _as_it_is),
-    Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_here),
+    Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_forbidding_hooks),
 ]
