@@ -3,8 +3,8 @@
 Python's `max` and `min` choose one of their arguments, by its value: the others get no gradient, and a number stays a
 number. TorchDynamo has `torch.maximum` or `torch.clamp` in their place, where the others get zeros and equal ones half
 each; so such a call divides the forward. `torch.addcdiv` with a `value` would be three operations, with other bits.
-Gradients that `torch.func` takes in a forward (`grad`, `vjp`, `jacrev`, `hessian`) forbid the hooks of saved tensors that
-recomputations need; they divide it, too.
+Gradients that `torch.func` takes in a forward (`grad`, `vjp`, `jacrev`, `hessian`) forbid the hooks of saved tensors
+that recomputations need; they divide it, too.
 """
 
 from __future__ import annotations
