@@ -73,7 +73,7 @@ def fake_values(values: list[Any]) -> Generator[list[Any]]:
     known = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
     mode: Any = known or FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-    # As which TorchDynamo hands over floats that change: until torch 2.13 a fake tensor does not know its float.
+    # TorchDynamo hands over floats that change as such tensors, of which until torch 2.13 fake ones know no value.
     floats = {key: t.item() for key, t in tensors.items() if known is None and t.device == HOST and _is_float(t)}
 
     def copy(value: Tensor) -> Tensor:

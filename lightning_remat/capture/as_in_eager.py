@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import external_utils, trace_rules
-from torch._dynamo.exc import raise_observed_exception
+from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
@@ -79,6 +79,17 @@ def as_in_eager(tensors: Iterable[Tensor]) -> Generator[None]:
 def is_captured_as_eager() -> bool:
     """Whether what this thread captures now is answered so: others that compile are not concerned."""
     return getattr(_here, "is_hidden", False)
+
+
+def divide_at(what: str, reason: str, instead: str = "it runs as it is, between two graphs.") -> NoReturn:
+    """Ends the graph that is captured before a call.
+
+    Args:
+        what: Is called.
+        reason: Why no graph can have it; ends in a colon.
+        instead: What becomes of it.
+    """
+    unimplemented(gb_type=reason, context=what, explanation=instead, hints=[])
 
 
 def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

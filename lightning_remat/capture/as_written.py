@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import BuiltinVariable, TensorVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.ctx_manager import GradIncrementNestingCtxManagerVariable
 from torch._dynamo.variables.tensor import UnspecializedPythonVariable
 
-from .as_in_eager import is_captured_as_eager
+from .as_in_eager import divide_at, is_captured_as_eager
 from .shared_setting import Exchange, captures_here
 
 # TorchDynamo's own names; nothing of them is typed.
@@ -30,7 +29,7 @@ def _unless_of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(choose)
     def choose_one(builtin: Any, frame: Any, *values: Any) -> Any:
         if captures_here() and is_captured_as_eager() and any(map(_is_tensor, values)):
-            _divide_at(builtin.fn.__name__, f"Python's {builtin.fn.__name__} of tensors asks for their values:")
+            divide_at(builtin.fn.__name__, f"Python's {builtin.fn.__name__} of tensors asks for their values:")
         return choose(builtin, frame, *values)
 
     return choose_one
@@ -46,14 +45,10 @@ def _unless_forbidding_hooks(enter: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(enter)
     def enter_transform(*args: Any) -> Any:
         if captures_here() and is_captured_as_eager():
-            _divide_at("torch.func", "a gradient that torch.func takes forbids hooks of saved tensors:")
+            divide_at("torch.func", "a gradient that torch.func takes forbids hooks of saved tensors:")
         return enter(*args)
 
     return enter_transform
-
-
-def _divide_at(what: str, reason: str) -> NoReturn:
-    unimplemented(gb_type=reason, context=what, explanation="it runs as it is, between two graphs.", hints=[])
 
 
 def _as_it_is(*_: Any, **__: Any) -> None:

@@ -12,10 +12,9 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
-from .as_in_eager import is_captured_as_eager
+from .as_in_eager import divide_at, is_captured_as_eager
 from .shared_setting import Exchange, captures_here
 
 _SOURCE = "_torchdynamo_inline"
@@ -46,12 +45,8 @@ def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         is_compiled = wrapper.attr_to_trace == _SOURCE and _is_compiled(wrapper.wrapper_obj)
         if is_compiled and captures_here() and is_captured_as_eager():
-            unimplemented(
-                gb_type="a function that torch.compile has compiled is called:",
-                context=wrapper.wrapper_obj.__qualname__,
-                explanation="it runs as compiled, between two graphs.",
-                hints=[],
-            )
+            reason = "a function that torch.compile has compiled is called:"
+            divide_at(wrapper.wrapper_obj.__qualname__, reason, "it runs as compiled, between two graphs.")
         return call(wrapper, *args, **kwargs)
 
     return call_function

@@ -13,11 +13,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.misc import RandomVariable
 
 from ..devices import modules_of_kinds
+from .as_in_eager import divide_at
 from .shared_setting import Exchange, captures_here
 
 
@@ -35,12 +35,8 @@ def _unless_drawn_from(mutation: Callable[..., None]) -> Callable[..., None]:
     @wraps(mutation)
     def noted(effects: SideEffects, changed: Any) -> None:
         if captures_here() and isinstance(changed, RandomVariable) and changed.source is not None:
-            unimplemented(
-                gb_type="a generator of the module's own is drawn from:",
-                context="random.Random",
-                explanation="what TorchDynamo draws is the same in every call.",
-                hints=[],
-            )
+            reason = "a generator of the module's own is drawn from:"
+            divide_at("random.Random", reason, "what TorchDynamo draws is the same in every call.")
         mutation(effects, changed)
 
     return noted

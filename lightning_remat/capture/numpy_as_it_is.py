@@ -10,10 +10,9 @@ from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 import numpy as np
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable, NumpyNdarrayVariable, NumpyVariable
 
-from .as_in_eager import is_captured_as_eager
+from .as_in_eager import divide_at, is_captured_as_eager
 from .shared_setting import Exchange
 
 # TorchDynamo's own names; nothing of them is typed.
@@ -47,7 +46,7 @@ def _call_method(truth: Callable[..., Any], array: Any, frame: Any, name: str, a
 
 
 def _divide_at(what: str) -> NoReturn:
-    unimplemented(gb_type=f"{what} has other bits in torch:", context=what, explanation="it runs as it is.", hints=[])
+    divide_at(what, f"{what} has other bits in torch:")
 
 
 def _answered(self: Any, answer: Callable[..., Any], truth: Callable[..., Any], *args: Any) -> Any:

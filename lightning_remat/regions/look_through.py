@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of, share_forwards
-from ..capture.shared_setting import Exchange, SharedSettings
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
@@ -26,6 +24,7 @@ from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from .calls import Call, Moment, Part, View
 from .saved_between import SavedBetween
+from .transforms import hooks_outside_transforms
 
 
 class NoCallError(ValueError):
@@ -150,39 +149,11 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
         # The graph that the step has made holds the hooks, and through them what is noted here.
         undo.callback(frames.clear)
         undo.callback(top.children.clear)
-        with settled(root), torch.enable_grad(), _TRANSFORMS_AS_PLAIN.wanted(), saved_tensors_hooks(pack, _unpack):
+        with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, _unpack):
             step()
         calls = _chosen_calls(top, root, names, watched, modules)
         saved_bytes = between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs)))
     return View(calls, saved_bytes, tuple(moments), differentiates=holds)
-
-
-def _without_hooks_of_a_look(disabled: Callable[[str], AbstractContextManager[None]]) -> object:
-    """What forbids hooks of saved tensors where torch.func takes derivatives: a look's go before, and come back after.
-
-    What is saved within is not seen; the step is measured yet.
-    """
-
-    @contextmanager
-    def without_hooks(error_message: str) -> Generator[None]:
-        autograd: Any = cast(Any, torch)._C._autograd
-        hooks = autograd._top_saved_tensors_default_hooks(True) or (None, None)
-        is_of_a_look = hooks[1] is _unpack
-        if is_of_a_look:
-            autograd._pop_saved_tensors_default_hooks()
-        try:
-            with disabled(error_message):
-                yield
-        finally:
-            if is_of_a_look:
-                autograd._push_saved_tensors_default_hooks(*hooks)
-
-    return without_hooks
-
-
-_TRANSFORMS_AS_PLAIN = SharedSettings(
-    Exchange(torch.autograd.graph, "disable_saved_tensors_hooks", _without_hooks_of_a_look), capturing=False
-)
 
 
 def _chosen_calls(
