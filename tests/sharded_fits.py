@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from diary import Diary
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
@@ -221,11 +222,11 @@ class RunsOut(Fails):
 class AllRunOut(Sharded):
     """The first step that recomputes runs out of memory on all processes, each of which has its own words for that."""
 
-    sizes: ClassVar[list[int]] = []
+    sizes: ClassVar = Diary[int]()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if "_rematerialization" in vars(self.net.stages[0][0]):
-            self.sizes.append(len(batch[0]))
+            self.sizes.add(len(batch[0]))
             if len(self.sizes) == 1:
                 raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: of process {self.global_rank}")
         return super().training_step(batch, batch_idx)
@@ -260,7 +261,7 @@ def all_run_out(folder: Path) -> None:
     assert callback.result is not None
     sizes: list[Any] = [None, None]
     dist.all_gather_object(sizes, callback.result.batch_size)
-    assert 64 < sizes[0] == sizes[1] < AllRunOut.sizes[0]
+    assert 64 < sizes[0] == sizes[1] < AllRunOut.sizes.read()[0]
 
 
 def one_fails(folder: Path) -> None:

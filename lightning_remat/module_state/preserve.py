@@ -21,8 +21,9 @@ def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Gene
     Restored are the random states (python, numpy, torch on every device), parameters and buffers in place, their
     gradients and `requires_grad`, and what the attributes of every submodule hold: numbers, tensors, arrays, random
     generators, containers, further modules (metrics in a dict, an average of the weights) and plain objects (a replay
-    buffer) with their attributes. Data sets, loaders and what other libraries run are left alone, and iterators cannot
-    be put back. Values are held on the CPU meanwhile.
+    buffer) with their attributes, functions with what they close over. So are attributes of their classes and globals
+    that methods name, where nobody has installed that code. Data sets, loaders and what other libraries run are left
+    alone; iterators, and what caches have kept, cannot be put back. Values are held on the CPU meanwhile.
 
     Args:
         modules: Root modules.

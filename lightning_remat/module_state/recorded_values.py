@@ -1,10 +1,16 @@
-"""How what an object holds is put back in place: tensors, arrays, generators, containers, modules, plain objects."""
+"""How what an object holds is put back in place: tensors, arrays, generators, containers, modules, plain objects.
+
+What a function holds is what its code reaches: its closure, its attributes and defaults, and of code that nobody has
+installed the globals that it names, and the attributes of classes.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 
+from .own_code import global_names, is_own_code
 from .random_state import RandomState, generator_of
 from .sharding import local_part
 
@@ -21,7 +28,14 @@ from .sharding import local_part
 
 Undo = Callable[[], None]
 
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, torch.dtype)
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, ModuleType, torch.dtype)
+
+_RECORDED = (torch.strided, torch.sparse_coo)
+"""Layouts of tensors whose values are put back."""
+
+_ABSENT = object()
+
+_Cached: Any = type(lru_cache(lambda: None))
 
 _LEFT_ALONE = (
     "lightning_remat",  # a plan in force keeps what it has learnt
@@ -95,8 +109,20 @@ class Recorder:
             self.add_module(value)
         elif isinstance(value, np.ndarray):
             self._add_array(value)
-        elif isinstance(value, (dict, list, set, deque, tuple, bytearray)):
+        elif isinstance(value, (dict, list, set, deque, tuple, bytearray, array)):
             self._add_container(value)
+        elif isinstance(value, FunctionType):
+            self._add_function(value)
+        elif isinstance(value, (MethodType, BuiltinMethodType)):
+            self._add_all((value.__self__, getattr(value, "__func__", None)))
+        elif isinstance(value, partial):
+            self._add_all((value.func, value.args, value.keywords))
+        elif isinstance(value, property):
+            self._add_all((value.fget, value.fset, value.fdel))
+        elif isinstance(value, (staticmethod, classmethod, _Cached)):
+            self._add(value.__wrapped__)
+        elif isinstance(value, type):
+            self._add_class(value)
         elif (source := generator_of(value)) is not None:
             self.undo.append(RandomState([source]).put_back)
         elif _is_plain(value):
@@ -115,6 +141,53 @@ class Recorder:
                 self.undo.append(lambda name=name, value=value: object.__setattr__(holder, name, value))
                 self._add(value)
 
+        self._add(type(holder))
+
+    def _add_class(self, kind: type) -> None:
+        """What classes hold that are written for this run: counts of instances, registries."""
+        for base in kind.__mro__:
+            if is_own_code(base):
+                before = {name: value for name, value in vars(base).items() if not name.startswith("__")}
+                self._add_names(vars(base), before, partial(setattr, base), partial(delattr, base))
+
+    def _add_function(self, function: FunctionType) -> None:
+        if function.__module__.partition(".")[0] in _LEFT_ALONE:
+            return
+        for cell in function.__closure__ or ():
+            self._add_cell(cell)
+        self._add_all((vars(function), function.__defaults__, function.__kwdefaults__))
+        if is_own_code(function):
+            space = function.__globals__
+            before = {name: space.get(name, _ABSENT) for name in global_names(function.__code__)}
+            self._add_names(space, before, space.__setitem__, space.__delitem__)
+
+    def _add_names(
+        self,
+        names: Mapping[str, Any],
+        before: Mapping[str, Any],
+        write: Callable[[str, Any], object],
+        remove: Callable[[str], object],
+    ) -> None:
+        """Some of the names of a class or a file, which are bound to something or `_ABSENT`."""
+
+        def put_back() -> None:
+            for name, value in before.items():
+                if names.get(name, _ABSENT) is not value:
+                    remove(name) if value is _ABSENT else write(name, value)
+
+        self.undo.append(put_back)
+        self._add_all(before.values())
+
+    def _add_cell(self, cell: CellType) -> None:
+        if not self._is_new(cell):
+            return
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing is bound to it yet
+            return
+        self.undo.append(lambda: setattr(cell, "cell_contents", value))
+        self._add(value)
+
     def _add_all(self, values: Iterable[Any]) -> None:
         for value in list(values):
             self._add(value)
@@ -129,13 +202,17 @@ class Recorder:
             self._add_content(container, set(container), container.update)
         else:
             self._add_content(container, list(container), container.extend)
-            if not isinstance(container, bytearray):
+            if not isinstance(container, (bytearray, array)):
                 self._add_all(container)
+        self._add_attributes(container)  # of a class of the user's
 
     def _add_content(self, container: Any, before: Any, fill: Callable[[Any], object]) -> None:
         def put_back() -> None:
             if not _holds(container, before):
-                container.clear()
+                if isinstance(container, array):  # of which Python 3.11 clears none
+                    del container[:]
+                else:
+                    container.clear()
                 fill(before)
 
         self.undo.append(put_back)
@@ -143,6 +220,7 @@ class Recorder:
     def _add_parameter(self, parameter: nn.Parameter) -> None:
         if not self._is_new(parameter):
             return
+        self._add_all(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"))
         if self.with_parameters:
             requires_grad = parameter.requires_grad
             self.undo.append(lambda: cast(None, parameter.requires_grad_(requires_grad)))
@@ -154,13 +232,15 @@ class Recorder:
             self.undo.append(lambda: setattr(parameter, "grad", grad))
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        if self.with_tensors and tensor.layout is torch.strided and not tensor.is_inference():
+        if self.with_tensors and tensor.layout in _RECORDED and not tensor.is_inference():
             self.undo.append(_value_undo(tensor))
 
-    def _add_array(self, array: np.ndarray[Any, Any]) -> None:
-        if self.with_tensors and array.flags.writeable:
-            before = array.copy()
-            self.undo.append(lambda: np.copyto(array, before))
+    def _add_array(self, values: np.ndarray[Any, Any]) -> None:
+        if values.dtype == object:
+            self._add_all(values.flat)
+        if self.with_tensors and values.flags.writeable:
+            before = values.copy()
+            self.undo.append(lambda: np.copyto(values, before))
 
 
 def _value_undo(tensor: Tensor) -> Undo:
@@ -170,7 +250,9 @@ def _value_undo(tensor: Tensor) -> Undo:
     value = detached.clone() if tensor.layout is not torch.strided else detached.to("cpu", copy=True)
 
     def put_back() -> None:
-        if tensor.shape == value.shape:
+        if tensor.layout is not torch.strided:
+            tensor.copy_(value)  # what it is made of is exchanged
+        elif tensor.shape == value.shape:
             tensor.detach().copy_(value)
         else:
             cast(Any, tensor).set_(value.to(tensor.device))

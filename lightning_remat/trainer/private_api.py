@@ -228,11 +228,15 @@ def silent(trainer: Trainer) -> Generator[None]:
         if other is not trainer:
             hooks(other, *args, **kwargs)
 
+    module, connector, results = trainer.lightning_module, trainer._logger_connector, trainer._results
     trainer.loggers = [_muted(logger) for logger in loggers]
     try:
         with (
             _replaced(call, _call_callback_hooks=call_others),
-            _replaced(trainer.lightning_module, log=_ignore),
+            # Also where the method was handed to a loss or a submodule.
+            _replaced(module, log=_ignore, _current_fx_name="training_step"),
+            _replaced(connector, _current_fx=connector._current_fx),
+            nullcontext() if results is None else _replaced(results, log=_ignore, reset=_ignore),
             _block_parallel_sync_behavior(trainer.strategy, block=True),
         ):
             yield

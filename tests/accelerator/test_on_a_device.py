@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerator import ledger
 from accelerator.lightning_device import on_device
+from diary import Diary
 from lightning.pytorch import Callback
 from remat_runs import Classifier, Unlimited, network, run, seeded
 from same_runs import Deep, assert_same_run, remat, samples
@@ -119,12 +120,11 @@ def test_a_search_fills_a_device_and_training_stays_within_it(accelerator: torch
 class Hungry(Classifier):
     """Asks for more than the device has, once, in its third step, after random numbers were drawn."""
 
-    asks: ClassVar[list[int]] = []
+    asks: ClassVar = Diary[int]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx in self.asks:
-            self.asks.remove(batch_idx)
+        if self.asks.take(batch_idx):
             self.too_much = torch.empty(memory_info(self.device)[1] + MIB, dtype=torch.uint8, device=self.device)
         return loss
 
@@ -134,7 +134,8 @@ def test_a_step_that_runs_out_of_memory_is_run_again_by_a_tighter_plan(
 ) -> None:
     found: list[dict[str, Any]] = []
     for asks in ([], [2]):
-        Hungry.asks[:] = asks
+        for batch_idx in asks:
+            Hungry.asks.add(batch_idx)
         callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep", on_oom="replan")
         module = seeded(Hungry)
         with limited(accelerator, 256 * MIB):
@@ -179,6 +180,8 @@ def test_a_profile_counts_the_same_bytes_every_time(accelerator: torch.device) -
 
 @pytest.mark.parametrize("budget", ["100%", "70%", "50%"])
 def test_what_is_told_of_an_allocator_is_what_it_allocates_and_reserves(accelerator: torch.device, budget: str) -> None:
+    gc.collect()
+    torch.accelerator.empty_cache()  # of what other tests have left
     torch.manual_seed(0)
     module, optimizers = network(width=16).to(accelerator), list[torch.optim.Optimizer]()
     optimizers.append(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))

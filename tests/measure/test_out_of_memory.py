@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from diary import Diary
 from remat_runs import Classifier, Images, run, seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -83,11 +84,10 @@ EXHAUSTED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9
 class FailingInBackward(Classifier):
     """Runs out of memory after a forward that drew random numbers, updated buffers and logged."""
 
-    failures: ClassVar[list[int]] = []
+    failures: ClassVar = Diary[int]()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.failures and self.global_step == self.failures[0]:
-            del self.failures[0]
+        if self.failures.take(self.global_step):
             raise RuntimeError(EXHAUSTED)
         super().backward(loss, *args, **kwargs)
 
@@ -98,13 +98,14 @@ class FailingInBackward(Classifier):
 
 
 def replanned(root: Path, failures: list[int], **options: Any) -> tuple[Any, Rematerialization]:
-    FailingInBackward.failures[:] = failures
+    for step in failures:
+        FailingInBackward.failures.add(step)
     callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep", on_oom="replan")
     module = seeded(FailingInBackward)
     try:
         module.metrics = dict(run(root, module, callback, max_steps=-1, max_epochs=1, **options).callback_metrics)
     finally:
-        FailingInBackward.failures.clear()
+        FailingInBackward.failures.read()
     return module, callback
 
 
@@ -133,7 +134,7 @@ def test_only_one_step_is_retried(tmp_path: Path) -> None:
 class FailingInValidation(Classifier):
     """Runs out of memory in a validation step that drew random numbers, counted and logged."""
 
-    failures: ClassVar[list[int]] = []
+    failures: ClassVar = Diary[int]()
 
     def val_dataloader(self) -> Any:
         return DataLoader(Images(24), batch_size=self.batch_size)
@@ -143,8 +144,7 @@ class FailingInValidation(Classifier):
         self.counted = getattr(self, "counted", 0) + 1
         super().validation_step(batch, batch_idx)
         self.log("drawn", self.drawn, on_epoch=True)
-        if batch_idx in self.failures:
-            self.failures.remove(batch_idx)
+        if self.failures.take(batch_idx):
             raise RuntimeError(EXHAUSTED)
 
 
@@ -155,7 +155,8 @@ def test_validation_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None
     found: list[dict[str, Any]] = []
     options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0}
     for failures in ([], [1]):
-        FailingInValidation.failures[:] = failures
+        for batch_idx in failures:
+            FailingInValidation.failures.add(batch_idx)
         module = seeded(FailingInValidation)
         callback = Rematerialization("periodic", memory_budget="85%", batch_size="keep", on_oom="replan")
         if failures:

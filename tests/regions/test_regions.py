@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diary import Diary
 from torch import Tensor, nn
 
 from lightning_remat.regions.calls import Call
@@ -139,8 +140,7 @@ def test_a_tensor_that_comes_in_twice_is_one_tensor_in_the_call_that_is_planned(
     assert call.args[0] is not x
 
 
-TOLD: list[Any] = []
-"""What no run puts back."""
+TOLD = Diary[tuple[Any, ...]]()
 
 
 class Penalized(nn.Module):
@@ -153,23 +153,23 @@ class Penalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        TOLD.append((self.calls, torch.rand(1).item(), random.random(), self.net[1].num_batches_tracked.item()))
+        found = (self.calls, torch.rand(1).item(), random.random(), self.net[1].num_batches_tracked.item())
         x = x.detach().requires_grad_()
         out = self.net(x)
-        TOLD[-1] += (self.net[1].running_mean.sum().item(),)
+        TOLD.add((*found, self.net[1].running_mean.sum().item()))
         (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         return out.sum() + slope.square().sum()
 
 
 def test_a_step_that_differentiates_is_looked_through_twice_from_the_same_state() -> None:
     module, x = Penalized(), torch.randn(4, 6)
-    TOLD.clear()
+    TOLD.read()
     before = [t.clone() for t in module.state_dict().values()]
     torch.manual_seed(0)
     view = look_through(module, lambda: module(x), ["net"], undone=lambda: untouched(module, x))
     assert view.differentiates
     assert [call.name for call in view.calls] == ["net"]
-    first, second = TOLD
+    first, second = TOLD.read()
     assert first == second == (1, *first[1:3], 0, first[4])
     assert module.calls == 0
     assert all(torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from diary import Diary
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -182,26 +183,28 @@ def test_replanning_is_refused_with_manual_optimization(tmp_path: Path) -> None:
 class Limited(Classifier):
     """A device on which batches of more than 20 samples do not fit, whatever the prediction says."""
 
-    tried: list[int]
+    tried: ClassVar = Diary[int]()
+    size = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if torch.is_grad_enabled() and self.trainer.state.stage is not None:
-            self.tried.append(len(batch[0]))
+            self.size = len(batch[0])
+            self.tried.add(self.size)
         return super().training_step(batch, batch_idx)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.tried[-1] > 20:
+        if self.size > 20:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
         super().backward(loss, *args, **kwargs)
 
 
 @pytest.mark.slow
 def test_size_that_runs_out_of_memory_when_executed_is_not_returned(tmp_path: Path) -> None:
-    Limited.tried = []
+    Limited.tried.read()
     callback, module = remat(memory_budget="6MiB", batch_size="auto"), seeded(Limited)
     run(tmp_path, module, callback, max_steps=2)
     assert callback.result is not None
-    assert max(Limited.tried) > 20 >= callback.result.batch_size
+    assert max(Limited.tried.read()) > 20 >= callback.result.batch_size
     assert callback.result.num_steps <= 6
     assert module.sizes == [callback.result.batch_size] * 2
 

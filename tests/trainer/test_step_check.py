@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diary import Diary
 from lightning.pytorch import seed_everything
 from remat_runs import run
 from same_runs import BATCH, WIDTH, Deep, assert_same_run, remat
@@ -31,15 +32,15 @@ pytestmark = [
 Step = tuple[int, int, int, int]
 """Samples, epoch, optimizer step, number of the batch."""
 
-RUN: list[Step] = []
-"""Every step that was run; what a module holds is put back."""
+RUN = Diary[Step]()
+"""Every step that was run."""
 
 
 class Watching(Deep):
     """Notes its steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        RUN.append((len(batch[0]), self.current_epoch, self.global_step, batch_idx))
+        RUN.add((len(batch[0]), self.current_epoch, self.global_step, batch_idx))
         return super().training_step(batch, batch_idx)
 
     @property
@@ -85,19 +86,18 @@ def compared(factory: type[Watching], tmp_path: Path, **options: Any) -> tuple[l
     steps: list[Step] = []
 
     def outcome(*args: Any) -> Any:
-        RUN.clear()
+        RUN.read()
         try:
             return original(*args)
         finally:
-            steps.extend(RUN)
-            RUN.clear()
+            steps.extend(RUN.read())
 
     original = step_check.outcome
-    RUN.clear()
+    RUN.read()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_check, "outcome", outcome)
         run(tmp_path, module, callback, max_steps=1)
-    assert RUN[-1] == (BATCH, 0, 0, 0)
+    assert RUN.read()[-1] == (BATCH, 0, 0, 0)
     assert not module.is_rewritten
     return steps, callback
 
@@ -196,30 +196,37 @@ def test_nothing_is_captured_or_learnt_that_training_would_not_have(
     tmp_path: Path, factory: type[Watching], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    learnt: list[tuple[Places, set[int]]] = []  # of which sizes
+    learnt = Diary[tuple[Places, set[int]]]()  # of which sizes
     places = Learning.places
 
     def noted(learning: Learning, n: int, saved: list[Tensor]) -> Places:
-        learnt.append((places(learning, n, saved), {len(t) for t in saved}))
-        return learnt[-1][0]
+        found = places(learning, n, saved)
+        learnt.add((found, {len(t) for t in saved}))
+        return found
 
     monkeypatch.setattr(Learning, "places", noted)
     for self_check in (False, True, True):  # the last one has the plan of the one before, which is not tried again
         folder = tmp_path / str(self_check)
         callback, module = remat(self_check=self_check, plan_path=folder, planner=untimed), factory()
         counters.clear()
-        seen: list[Any] = []
+        seen = Diary[Any]()
+        learnt.read()
 
-        def note(optimizer: Any, seen: list[Any] = seen, module: nn.Module = module) -> None:
+        def note(optimizer: Any, seen: Diary[Any] = seen, module: nn.Module = module) -> None:
             del optimizer
             known = [own for program in programs_in(module) for own in program.learned.values()]
-            sizes = {size for own, sizes in learnt if any(own is other for other in known) for size in sizes}
-            seen.append((dict(counters["stats"]), len(programs_in(module)), sizes))
+            seen.add((dict(counters["stats"]), len(programs_in(module)), known))
 
         module.on_before_zero_grad = note
         run(tmp_path, module, callback, max_steps=3)
         assert callback.result is not None
-        found.append(seen)
+        all_learnt = learnt.read()
+        found.append(
+            [
+                (captured, programs, {s for own, sizes in all_learnt if any(own is k for k in known) for s in sizes})
+                for captured, programs, known in seen.read()
+            ]
+        )
     assert len(found[0]) == 3
     assert all(BATCH in sizes and not sizes & {*step_check.SLICES} - {WIDTH} for seen in found for *_, sizes in seen)
     plain, checked, stored = ([(captured, programs) for captured, programs, _ in seen] for seen in found)

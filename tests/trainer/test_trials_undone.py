@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,75 @@ class Scaling(Deep):
         return super().training_step(batch, batch_idx)
 
 
-KINDS = [Scheduled, Stopping, Replaying, Measuring, Averaging, Drawing, Estimating, Scaling]
+class Told(torch.nn.Module):
+    """A loss that tells its parts, by what it was given."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        super().__init__()
+        self.log = [log]
+
+    def forward(self, output: Tensor) -> Tensor:
+        self.log[0]("spread", output.std())
+        return output.square().mean()
+
+
+class Logging(Deep):
+    """Gives its `log` away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Told(self.log)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.net(batch[0]))
+
+
+def running_mean() -> Callable[[Tensor], Tensor]:
+    mean: Tensor | None = None
+
+    def normalized(loss: Tensor) -> Tensor:
+        nonlocal mean
+        mean = loss.detach() if mean is None else 0.9 * mean + 0.1 * loss.detach()
+        return loss / mean
+
+    return normalized
+
+
+class Normalizing(Deep):
+    """Holds a function that keeps a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized = running_mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.normalized(super().training_step(batch, batch_idx))
+
+
+class Fused(Manual):
+    """Makes the optimizers' steps in the backward."""
+
+    def on_train_start(self) -> None:
+        optimizers = {p: torch.optim.Adam([p], 1e-2) for p in self.parameters()}
+
+        def step(p: torch.nn.Parameter) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+KINDS = [
+    *(Scheduled, Stopping, Replaying, Measuring, Averaging, Drawing, Estimating, Scaling, Logging, Normalizing),
+    pytest.param(Fused, marks=pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")),
+]
 
 
 @pytest.mark.parametrize("factory", KINDS)

@@ -1,0 +1,207 @@
+"""What a module changes without holding it, by functions, classes and globals, is put back as what it holds is."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import rematerialize
+from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.module_state.preserve import preserved
+
+BANK: list[Tensor] = []
+CALLS = 0
+
+
+class Counting(nn.Module):
+    """Tells how often it was called, counted where a case says."""
+
+    def __init__(self, count: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.count = count
+        self.net = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid())))
+
+    def number(self) -> float:
+        return float(self.count())  # pyright: ignore[reportOptionalCall]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.number()
+
+
+def rebound() -> Counting:
+    total = 0
+
+    def count() -> int:
+        nonlocal total
+        total += 1
+        return total
+
+    return Counting(count)
+
+
+def appended() -> Counting:
+    seen: list[int] = []
+    return Counting(lambda: (seen.append(1), len(seen))[1])
+
+
+class Tally:
+    total = 0
+
+    def up(self) -> int:
+        self.total += 1
+        return self.total
+
+
+def of_a_method() -> Counting:
+    return Counting(Tally().up)
+
+
+def of_a_builtin_method() -> Counting:
+    numbers = list(range(100, 0, -1))
+    return Counting(numbers.pop)
+
+
+def partial() -> Counting:
+    return Counting(functools.partial(lambda seen: (seen.append(1), len(seen))[1], []))
+
+
+def decorated() -> Counting:
+    def count() -> int:
+        count.calls += 1  # type: ignore[attr-defined]
+        return count.calls  # type: ignore[attr-defined]
+
+    count.calls = 0  # type: ignore[attr-defined]
+    return Counting(count)
+
+
+def default() -> Counting:
+    def count(seen: list[int] = []) -> int:  # noqa: B006
+        seen.append(1)
+        return len(seen)
+
+    return Counting(count)
+
+
+class OfItsClass(Counting):
+    calls = 0
+
+    def number(self) -> float:
+        type(self).calls += 1
+        return type(self).calls
+
+
+class OfAGlobalList(Counting):
+    def number(self) -> float:
+        BANK.append(torch.ones(1))
+        return len(BANK)
+
+
+class OfAGlobalNumber(Counting):
+    def number(self) -> float:
+        return self.counted()
+
+    @staticmethod
+    def counted() -> float:
+        global CALLS
+        CALLS += 1
+        return CALLS
+
+
+class Numbers(list[int]):
+    total = 0
+
+
+class OfAList(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = Numbers()
+
+    def number(self) -> float:
+        self.numbers.total += 1
+        return self.numbers.total
+
+
+class OfAnArray(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = array("d")
+
+    def number(self) -> float:
+        self.seen.append(1.0)
+        return len(self.seen)
+
+
+class OfObjects(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = np.array([[], None], dtype=object)
+
+    def number(self) -> float:
+        self.seen[0].append(1)
+        return len(self.seen[0])
+
+
+class OfASparseBuffer(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5).to_sparse())
+
+    def number(self) -> float:
+        self.seen.add_(torch.ones(5).to_sparse())
+        return self.seen.to_dense()[0].item()
+
+
+CASES: list[Callable[[], Counting]] = [
+    *(rebound, appended, of_a_method, of_a_builtin_method, partial, decorated, default),
+    *(OfItsClass, OfAGlobalList, OfAGlobalNumber, OfAList, OfAnArray, OfObjects, OfASparseBuffer),
+]
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    global CALLS
+    BANK.clear()
+    CALLS = OfItsClass.calls = 0
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_each_trial_finds_the_same(make: Callable[[], Counting]) -> None:
+    module = make()
+    with torch.no_grad():
+        module.number()
+        found: list[float] = []
+        for _ in range(2):
+            with preserved([module]):
+                found.append(module.number())
+        assert found == [module.number()] * 2
+        assert module.number() != found[0]
+
+
+@pytest.mark.parametrize("make", [rebound, OfItsClass, OfAGlobalNumber])
+def test_planning_leaves_no_trace(make: Callable[[], Counting]) -> None:
+    module, x = make(), torch.randn(64, 8)
+    with pytest.raises(InfeasibleBudgetError):
+        rematerialize(module, x, memory_budget=1)
+    rematerialize(module, x, memory_budget="100%")
+    assert module.number() == 1
+
+
+def test_an_optimizer_that_a_hook_holds() -> None:
+    module = nn.Linear(4, 4)
+    optimizers = {p: torch.optim.Adam([p], 0.1) for p in module.parameters()}
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: (optimizers[p].step(), optimizers[p].zero_grad())[1])
+    x = torch.randn(3, 4)
+    module(x).square().sum().backward()
+    before = [float(o.state[p]["step"]) for p, o in optimizers.items()]
+    with preserved([module]):
+        module(x).square().sum().backward()
+        assert [float(o.state[p]["step"]) for p, o in optimizers.items()] == [2.0, 2.0]
+    assert [float(o.state[p]["step"]) for p, o in optimizers.items()] == before == [1.0, 1.0]
