@@ -25,7 +25,7 @@ def copied_as_accumulated(leaves: Iterable[Tensor]) -> Generator[None]:
         leaves: By which is differentiated.
     """
     with ExitStack() as hooks:
-        for leaf in leaves:
+        for leaf in (t for t in leaves if t.requires_grad):  # a forward may have frozen some
             hooks.enter_context(hooked(leaf, partial(_taken, leaf.detach())))
         yield
 

@@ -99,6 +99,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
             divided = {m: name for m, name in divided.items() if m not in idle}
             continue
         if not failed:
+            calls = [call for call in calls if traced[call.name].operations]  # what hands on its input is none
             found = {call.name: traced[call.name] for call in calls}
             inside = [f"{name}.{reason}".lstrip(".") for name, part in found.items() for reason in part.reasons]
             parts = [call.part for call in view.calls if call.name not in found and call.part is not None]

@@ -98,8 +98,10 @@ def run_backward(
     outputs.clear()
     seed = torch.ones_like(loss)
     if not is_sharded and not _refuses_grad(loss):
-        with copied_as_accumulated(targets):
-            return torch.autograd.grad(loss, targets, seed, allow_unused=True)  # pyright: ignore[reportArgumentType]
+        wanted = [t for t in targets if t.requires_grad]  # the forward may have frozen others
+        with copied_as_accumulated(wanted):
+            gradients = iter(torch.autograd.grad(loss, wanted, seed, allow_unused=True))
+        return tuple(next(gradients) if t.requires_grad else None for t in targets)
     for t in targets:
         t.grad = None
     with nullcontext() if is_sharded else _without_accumulation_hooks(targets):

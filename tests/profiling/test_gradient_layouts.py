@@ -97,3 +97,12 @@ def test_a_gradient_that_is_copied_into_its_parameters_order_counts_twice() -> N
     assert measured > 3 * weight_bytes
     made = rematerialize(module, x, memory_budget=plain.peak_bytes, planner="periodic")
     assert made.plain.peak_bytes == measured
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_values_that_nobody_has_are_not_looked_at_for_anomalies() -> None:
+    module, x = MixesTokens(), torch.randn(4, 12, 10)
+    call = capture_call(module, (x,), {})
+    with torch.autograd.detect_anomaly():
+        found = gradient_layouts(*call)
+    assert found == gradient_layouts(*call) != {}

@@ -187,3 +187,17 @@ def test_what_torch_jit_has_compiled_stays_as_it_is(compiled: Any) -> None:
             module(x).square().sum().backward()
         for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+class HandsOn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_part_that_hands_on_its_input_is_no_region() -> None:
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+    module, x = nn.Sequential(Chooses(), nn.Linear(5, 16), *layers, HandsOn()), torch.randn(256, 16)
+    plan = rematerialize(module, x, memory_budget="100%")
+    assert plan.step is not None
+    with pytest.raises(TraceError, match="Nor can its submodules"):
+        rematerialize(nn.Sequential(Chooses(), HandsOn()), x, memory_budget="100%")
