@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import external_utils, trace_rules
-from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
@@ -30,6 +30,7 @@ from torch._dynamo.variables import (
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..devices import modules_of_kinds
+from .divisions import callers, name_of_file
 from .shared_setting import Exchange, OnlyHere, captures_here
 
 # TorchDynamo's own names; nothing of them is typed.
@@ -81,17 +82,6 @@ def is_captured_as_eager() -> bool:
     return getattr(_here, "is_hidden", False)
 
 
-def divide_at(what: str, reason: str, instead: str = "it runs as it is, between two graphs.") -> NoReturn:
-    """Ends the graph that is captured before a call.
-
-    Args:
-        what: Is called.
-        reason: Why no graph can have it; ends in a colon.
-        instead: What becomes of it.
-    """
-    unimplemented(gb_type=reason, context=what, explanation=instead, hints=[])
-
-
 def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
     """The value of a question in a frame that is captured."""
     if is_captured_as_eager() and _may_compute(frame):
@@ -112,23 +102,16 @@ def _may_compute(frame: Any) -> bool:
     Args:
         frame: TorchDynamo's, of the function.
     """
-    if any(caller.f_code.co_name.startswith("warn") for caller in _callers(frame)):
+    if any(caller.f_code.co_name.startswith("warn") for caller in callers(frame)):
         return False
-    for asking in _callers(frame):
-        if str(asking.f_globals.get("__name__", "")).partition(".")[0] in _TOLD_THE_TRUTH:
+    for asking in callers(frame):
+        if name_of_file(asking).partition(".")[0] in _TOLD_THE_TRUTH:
             return False
         names = inspect.getargs(asking.f_code)
         given = [asking.symbolic_locals.get(name) for name in (*names.args, names.varargs, names.varkw)]
         if any(not _is_nothing(value) for value in given):
             return _has_tensors_or_modules(asking.symbolic_locals.values())
     return True
-
-
-def _callers(frame: Any) -> Iterator[Any]:
-    """The frame of a function and those that are captured around it, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = getattr(frame, "parent", None)
 
 
 def _is_nothing(value: Any) -> bool:

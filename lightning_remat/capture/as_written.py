@@ -3,8 +3,9 @@
 Python's `max` and `min` choose one of their arguments, by its value: the others get no gradient, and a number stays a
 number. TorchDynamo has `torch.maximum` or `torch.clamp` in their place, where the others get zeros and equal ones half
 each; so such a call divides the forward. `torch.addcdiv` with a `value` would be three operations, with other bits.
-Gradients that `torch.func` takes in a forward (`grad`, `vjp`, `jacrev`, `hessian`) forbid the hooks of saved tensors
-that recomputations need; they divide it, too.
+Derivatives that are taken in a forward divide it, too: gradients by `torch.func` (`grad`, `vjp`, `jacrev`, `hessian`)
+forbid the hooks of saved tensors that recomputations need, and a level of forward mode is over by then. A function that
+writes an attribute of a class runs as it is: instances would go on to read what it was.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, TensorVariable, TorchInGraphFunctionVariable
-from torch._dynamo.variables.ctx_manager import GradIncrementNestingCtxManagerVariable
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    UserDefinedClassVariable,
+)
+from torch._dynamo.variables.ctx_manager import DualLevelContextManager, GradIncrementNestingCtxManagerVariable
 from torch._dynamo.variables.tensor import UnspecializedPythonVariable
 
-from .as_in_eager import divide_at, is_captured_as_eager
-from .shared_setting import Exchange, captures_here
+from .as_in_eager import is_captured_as_eager
+from .divisions import divide_at, run_as_it_is
+from .shared_setting import Exchange
 
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
@@ -28,7 +36,7 @@ from .shared_setting import Exchange, captures_here
 def _unless_of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(choose)
     def choose_one(builtin: Any, frame: Any, *values: Any) -> Any:
-        if captures_here() and is_captured_as_eager() and any(map(_is_tensor, values)):
+        if is_captured_as_eager() and any(map(_is_tensor, values)):
             divide_at(builtin.fn.__name__, f"Python's {builtin.fn.__name__} of tensors asks for their values:")
         return choose(builtin, frame, *values)
 
@@ -41,14 +49,24 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, TensorVariable) and not isinstance(value, UnspecializedPythonVariable)
 
 
-def _unless_forbidding_hooks(enter: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_a_derivative(enter: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(enter)
     def enter_transform(*args: Any) -> Any:
-        if captures_here() and is_captured_as_eager():
-            divide_at("torch.func", "a gradient that torch.func takes forbids hooks of saved tensors:")
+        if is_captured_as_eager():
+            divide_at("torch.func", "a derivative that is taken there cannot be recomputed:")
         return enter(*args)
 
     return enter_transform
+
+
+def _unless_of_a_class(store: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(store)
+    def store_attr(effects: SideEffects, item: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(item, UserDefinedClassVariable) and is_captured_as_eager():
+            run_as_it_is(item.value.__qualname__, "an attribute of a class is written:")
+        return store(effects, item, *args, **kwargs)
+
+    return store_attr
 
 
 def _as_it_is(*_: Any, **__: Any) -> None:
@@ -58,5 +76,7 @@ def _as_it_is(*_: Any, **__: Any) -> None:
 CHANGES = [
     Exchange(BuiltinVariable, "_call_min_max_binary", _unless_of_tensors),
     Exchange(TorchInGraphFunctionVariable._get_handlers(), torch.addcdiv, lambda _: _as_it_is),
-    Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_forbidding_hooks),
+    Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_a_derivative),
+    Exchange(DualLevelContextManager, "enter", _unless_a_derivative),
+    Exchange(SideEffects, "store_attr", _unless_of_a_class),
 ]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from torch import nn
-from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.functions import UserMethodVariable
 
-from .as_in_eager import divide_at, is_captured_as_eager
-from .shared_setting import Exchange, captures_here
+from .as_in_eager import is_captured_as_eager
+from .wrapped_calls import call_as_it_is, calls_exchanged, wrapper_of
 
 _SOURCE = "_torchdynamo_inline"
 """The attribute by which TorchDynamo finds what a compiled function was made of."""
@@ -36,20 +37,30 @@ def has_compiled_methods(module: nn.Module) -> bool:
     return any(_is_compiled(value) for holder in (module, *own) for value in vars(holder).values())
 
 
-def _is_compiled(function: object) -> bool:
+def _is_compiled(function: object) -> TypeGuard[FunctionType]:
     return isinstance(function, FunctionType) and _SOURCE in vars(function)  # those of `torch.jit` are of another type
 
 
 def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    def call_function(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        is_compiled = wrapper.attr_to_trace == _SOURCE and _is_compiled(wrapper.wrapper_obj)
-        if is_compiled and captures_here() and is_captured_as_eager():
-            reason = "a function that torch.compile has compiled is called:"
-            divide_at(wrapper.wrapper_obj.__qualname__, reason, "it runs as compiled, between two graphs.")
-        return call(wrapper, *args, **kwargs)
+    def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_captured_as_eager() and (compiled := _compiled(variable)) is not None:
+            call_as_it_is(variable, compiled.__qualname__, "a function that torch.compile has compiled is called:")
+        return call(variable, *args, **kwargs)
 
     return call_function
 
 
-CHANGES = [Exchange(WrapperUserFunctionVariable, "call_function", _unless_compiled)]
+def _compiled(variable: Any) -> FunctionType | None:
+    """The compiled function that TorchDynamo calls, or has replaced by its source."""
+    if isinstance(variable, UserMethodVariable):  # of an object that is no module
+        (holder,), function = variable.self_args(), cast(Any, variable).fn
+        written = getattr_static(holder.python_type(), getattr(function, "__name__", ""), None)
+        return written if _is_compiled(written) and vars(written)[_SOURCE] is function else None
+    wrapper = wrapper_of(variable)
+    if wrapper.attr_to_trace == _SOURCE and _is_compiled(wrapper.wrapper_obj):
+        return wrapper.wrapper_obj
+    return None
+
+
+CHANGES = calls_exchanged(_unless_compiled, UserMethodVariable)

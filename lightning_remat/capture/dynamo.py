@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -23,7 +23,18 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
 from ..operations.module_hooks import replace_module_hooks
-from . import as_in_eager, as_written, compiled_by_users, generators_left, hook_guards, numpy_as_it_is, quiet
+from . import (
+    as_in_eager,
+    as_written,
+    cached_functions,
+    compiled_by_users,
+    float_arithmetic,
+    generators_left,
+    hook_guards,
+    in_pythons_order,
+    numpy_as_it_is,
+    quiet,
+)
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, all of them in this folder.
@@ -119,16 +130,10 @@ class CompiledForward:
         # What TorchDynamo itself fails at runs as it is, too, where there may be several graphs.
         self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules, "suppress_errors": not is_whole}
         self.is_exhausted = self.has_hooks = False
+        # By whether hooks of submodules are guarded, which is less to ask where there are none; and by those that all
+        # modules have, which TorchDynamo does not guard.
+        self._compiled: dict[tuple[bool, tuple[Any, ...]], Callable[..., Any]] = {}
         self._local = threading.local()
-
-    @cached_property
-    def _compiled(self) -> Callable[..., Any]:
-        return self._entry(are_hooks_guarded=True)
-
-    @cached_property
-    def _compiled_without_hooks(self) -> Callable[..., Any]:
-        """The same for a module whose submodules have no hooks: fewer guards."""
-        return self._entry(are_hooks_guarded=False)
 
     def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:
         name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__
@@ -177,11 +182,17 @@ class CompiledForward:
         before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
             # Between graphs, modules may be called that are none of its submodules.
-            if self.is_whole and not hook_guards.has_hooked_submodules(module):
-                return self._compiled_without_hooks(module, *args, **kwargs)
-            return self._compiled(module, *args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            self.is_exhausted |= isinstance(error, FailOnRecompileLimitHit)
+            are_guarded = not self.is_whole or hook_guards.has_hooked_submodules(module)
+            key = are_guarded, hook_guards.hooks_of_all_modules()
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self._compiled[key] = self._entry(are_hooks_guarded=are_guarded)
+            return compiled(module, *args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            self.is_exhausted = True
+            reason = f"it has done something new {_MOST_GRAPHS} times"
+            raise CaptureError(reason, None, is_final=True) from error
+        except TorchDynamoException as error:
             raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
         finally:
             self._local.call = before
@@ -221,9 +232,12 @@ _WHILE_CAPTURING = SharedSettings(
     *quiet.CHANGES,
     *as_in_eager.CHANGES,
     *as_written.CHANGES,
+    *cached_functions.CHANGES,
     *compiled_by_users.CHANGES,
+    *float_arithmetic.CHANGES,
     *generators_left.CHANGES,
     *numpy_as_it_is.CHANGES,
+    *in_pythons_order.CHANGES,
     *hook_guards.CHANGES,
 )
 
@@ -270,8 +284,7 @@ def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
-    inside = cast("Iterable[Any]", (m for m in module.modules() if m is not module))
-    known.has_hooks = is_whole and any(m._backward_hooks or m._backward_pre_hooks for m in inside)
+    known.has_hooks = is_whole and hook_guards.has_backward_hooks(module)
     return known
 
 

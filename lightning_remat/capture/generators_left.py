@@ -17,7 +17,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.misc import RandomVariable
 
 from ..devices import modules_of_kinds
-from .as_in_eager import divide_at
+from .divisions import divide_at
 from .shared_setting import Exchange, captures_here
 
 

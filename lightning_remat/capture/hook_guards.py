@@ -67,6 +67,28 @@ def has_hooked_submodules(module: nn.Module) -> bool:
     return False
 
 
+_modules: Any = nn.modules.module
+
+_OF_ALL: tuple[dict[int, Any], ...] = (
+    _modules._global_forward_pre_hooks,
+    _modules._global_forward_hooks,
+    _modules._global_backward_pre_hooks,
+    _modules._global_backward_hooks,
+)
+"""Those that `torch.nn.modules.module.register_module_forward_hook` and its kin fill."""
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """The hooks that every module has, of which TorchDynamo has no guards."""
+    return tuple(item for hooks in _OF_ALL if hooks for item in hooks.items())
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether submodules have backward hooks, of their own or as all modules do."""
+    inside: Any = (m for m in module.modules() if m is not module)
+    return bool(_OF_ALL[2] or _OF_ALL[3]) or any(m._backward_hooks or m._backward_pre_hooks for m in inside)
+
+
 def _unless_left_out(guard_hooks: Callable[..., None]) -> Callable[..., None]:
     @wraps(guard_hooks)
     def guard_other_hooks(builder: Any, guard: Any) -> None:

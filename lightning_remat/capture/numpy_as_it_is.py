@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 from torch._dynamo.variables import ConstantVariable, NumpyNdarrayVariable, NumpyVariable
 
-from .as_in_eager import divide_at, is_captured_as_eager
+from .as_in_eager import is_captured_as_eager
+from .divisions import divide_at
 from .shared_setting import Exchange
 
 # TorchDynamo's own names; nothing of them is typed.

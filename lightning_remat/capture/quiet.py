@@ -1,21 +1,25 @@
 """TorchDynamo says nothing while this package captures: it would speak to people who compile.
 
 It asks every input whether it has a gradient, of which PyTorch warns, and users may want warnings to be errors; where a
-forward asks for a value, it advises a setting. torch 2.11 moreover makes objects of functions of autograd, of which
-PyTorch warns, and notes its settings of each capture as JSON, of which functions are none, so that it logs an error.
+forward asks for a value, it advises a setting, and where it calls what cannot be captured, how to report that; where
+something runs as it is, it logs why at length, which is told to who sets `TORCH_LOGS`. torch 2.11 moreover makes
+objects of functions of autograd, of which PyTorch warns, and notes its settings of each capture as JSON, of which
+functions are none, so that it logs an error.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
 from torch._dynamo import utils
 from torch._dynamo.variables import TensorVariable
 
-from .shared_setting import Exchange
+from .shared_setting import Exchange, captures_here
 
 _FILTERS: list[Any] = [
     ("ignore", re.compile(message), kind, re.compile(r"torch\._(dynamo|subclasses)"), 0)
@@ -38,8 +42,35 @@ class _Unwarned:
                 cast("list[Any]", warnings.filters).remove(made)
 
 
+_LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
+
+def _is_for_others(record: logging.LogRecord) -> bool:
+    return not captures_here() or record.levelno > logging.WARNING or _LOGGER.isEnabledFor(logging.DEBUG)
+
+
+class _Unlogged:
+    """What a capture logs is filtered."""
+
+    def make(self) -> None:
+        _LOGGER.addFilter(_is_for_others)
+
+    def undo(self) -> None:
+        _LOGGER.removeFilter(_is_for_others)
+
+
+def _to_others(warn: Callable[..., None]) -> Callable[..., None]:
+    def warn_once(*args: Any, **kwargs: Any) -> None:
+        if not captures_here():
+            warn(*args, **kwargs)
+
+    return warn_once
+
+
 CHANGES = [
     _Unwarned(),
+    _Unlogged(),
+    Exchange(utils, "warn_once", _to_others),
     Exchange(utils, "_get_dynamo_config_for_logging", lambda _: lambda: None),
     Exchange(TensorVariable, "_warn_capture_scalar_outputs", lambda _: staticmethod(lambda: None)),
 ]

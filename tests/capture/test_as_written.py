@@ -87,10 +87,25 @@ class Hinge(Branches):
         return h + max(0.0, self.a(h).mean() - 5) + max(self.b(h).mean() + 5, 0.0)
 
 
+class CountsForAll(Halves):
+    """Of all instances, and reads it as its own."""
+
+    calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        type(self).calls += 1
+        return h * self.calls
+
+    def change(self, k: int) -> None:
+        if not k:
+            type(self).calls = 0
+
+
 WRITTEN = [MovingAverage, WrittenByQuotient, WrittenByProduct, WrittenInLists, WrittenInListsUnread, Quotient]
+OF_CLASSES = [CountsForAll]
 CHOSEN = [TheLarger, TheLeast, Alike, Hinge]
 
 
-@pytest.mark.parametrize("case", [*WRITTEN, *CHOSEN])
+@pytest.mark.parametrize("case", [*WRITTEN, *OF_CLASSES, *CHOSEN])
 def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

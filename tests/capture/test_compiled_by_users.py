@@ -73,6 +73,40 @@ def test_steps_are_those_of_the_compiled_function(between: Callable[[], nn.Modul
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
+class Augmentation:
+    """Has compiled methods, and is no module."""
+
+    @torch.compile(backend=other_bits)
+    def halved(self, x: Tensor) -> Tensor:
+        return x / 2
+
+    @torch.compile(backend=other_bits)
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+AUGMENTATION = Augmentation()
+
+
+class CallsAMethod(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(AUGMENTATION.halved(x))
+
+
+class CallsAnObject(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(AUGMENTATION(x))
+
+
+@pytest.mark.parametrize("between", [CallsAMethod, CallsAnObject])
+def test_steps_are_those_of_the_compiled_methods_of_an_object(between: Callable[[], nn.Module]) -> None:
+    plain = nn.Sequential(Block(), Block(), between(), Block(), Block())
+    ours = copy.deepcopy(plain)
+    assert rematerialize(ours, X, memory_budget="90%").num_recomputed
+    batches = [X, X * 2, X]
+    assert_equal_traces(traces(plain, batches), traces(ours, batches))
+
+
 def test_of_a_module_that_is_compiled_itself_it_is_said() -> None:
     with pytest.raises(TraceError, match="CompiledForward holds a compiled part"):
         rematerialize(CompiledForward(), X, memory_budget="80%")

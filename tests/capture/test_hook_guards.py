@@ -13,6 +13,11 @@ import torch
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from torch._dynamo.guards import GuardBuilder
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 
 from lightning_remat.capture.hook_guards import has_hooked_submodules
 
@@ -145,3 +150,33 @@ def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     of_a_submodule(hooked)
     gradients(recomputing_copy(hooked, X, kept=[]))
     assert any("['layers']" in name and "hooks" in name for name in asked)
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_all_modules_fire_and_are_gone(register: Callable[[Any], Any]) -> None:
+    plain = Net()
+    ours = recomputing_copy(plain, X, kept=[])
+    change: Any = doubled if register is register_module_forward_hook else halved
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(ours), gradients(plain)))
+        handle = register(lambda m, *values: change(m, *values) if isinstance(m, nn.Linear) else None)
+        try:
+            found = gradients(ours), gradients(plain)
+        finally:
+            handle.remove()
+        assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_backward_hooks_of_all_modules_fire() -> None:
+    plain = Net()
+    ours = recomputing_copy(plain, X, kept=[])
+    handle = register_module_full_backward_hook(lambda m, given, _: tuple(g if g is None else 2 * g for g in given))
+    try:
+        with pytest.warns(UserWarning, match="without rematerialization"):
+            found = gradients(ours)
+        assert all(map(torch.equal, found, gradients(plain)))
+    finally:
+        handle.remove()
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 
 import pytest
 import torch
@@ -38,9 +39,27 @@ class AsksForAValue(nn.Sequential):
         return y * max(y.sum().item(), 1.0)
 
 
-@pytest.mark.parametrize("kind", [nn.Sequential, AsksForAValue])
+class RemovesAHook(nn.Sequential):
+    """At which TorchDynamo fails within itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        handle = y.register_hook(lambda g: g * 2)
+        y = y.sin()
+        handle.remove()
+        return y
+
+
+class AsksForTheThread(nn.Sequential):
+    """For which TorchDynamo says that it is to be told."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if threading.get_ident() else 3)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, AsksForAValue, RemovesAHook, AsksForTheThread])
 def test_a_capture_says_nothing(kind: type[nn.Sequential], caplog: pytest.LogCaptureFixture) -> None:
-    module, x = kind(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)), torch.randn(64, 8)
+    module, x = kind(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2))), torch.randn(64, 8)
     rematerialize(module, x, memory_budget="100%")
     module(x).sum().backward()
     assert [r for r in caplog.records if r.name.startswith("torch")] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from changing_steps import WIDTH, Halves, Outcome, outcome_of, slow
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 class Vmap(Halves):
@@ -25,6 +26,16 @@ class NestedVmap(Halves):
 class GradientTransform(Halves):
     def between(self, h: Tensor) -> Tensor:
         return h * torch.func.grad(lambda t: t.tanh().sum())(h)
+
+
+class ForwardMode(Halves):
+    """A derivative along a direction, by forward mode."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            pair = forward_ad.make_dual(h, torch.ones_like(h))
+            slope = forward_ad.unpack_dual(self.head(pair)).tangent
+        return h * slope
 
 
 class Slopes(Halves):
@@ -112,12 +123,13 @@ class DeepCopyInForward(Halves):
 
 
 CASES = [
-    Vmap, NestedVmap, GradientTransform, Slopes, Transformer, slow(EncoderDecoder), AttentionWeights, Complex,
-    DataDependentBranch, ListInputs, DeepCopyInForward,
+    Vmap, NestedVmap, GradientTransform, ForwardMode, Slopes, Transformer, slow(EncoderDecoder), AttentionWeights,
+    Complex, DataDependentBranch, ListInputs, DeepCopyInForward,
 ]  # fmt: skip
 
 
 @pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of PyTorch's own in forward mode
 @pytest.mark.parametrize("case", CASES)
 def test_what_models_do_is_captured_and_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

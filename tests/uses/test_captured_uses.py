@@ -58,6 +58,17 @@ class FrozenBetween(Halves):
         return loss
 
 
+class FrozenAtFirst(Halves):
+    """Freezes a layer itself, in the first steps: they are planned."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.head[0].requires_grad_(self.number > 2)
+        return h
+
+    def change(self, k: int) -> None:
+        self.number = k
+
+
 class Checkpoint(Halves):
     reentrant = False
 
@@ -258,7 +269,7 @@ class DictionaryOutput(Halves):
 
 
 CASES = [
-    slow(UnusedOutputs), EvalBetween, FrozenBetween, Checkpoint, ReentrantCheckpoint, CustomFunction,
+    slow(UnusedOutputs), EvalBetween, FrozenBetween, FrozenAtFirst, Checkpoint, ReentrantCheckpoint, CustomFunction,
     CustomFunctionKeepsOnContext, PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, NumpyArgument,
     DataclassOutput, ObjectOutput, DictionaryOutput,
     failing(ForcesInForward, "what differentiates all of itself needs it at once: nothing is worth recomputing"),

@@ -1,0 +1,37 @@
+"""What the user has cached (`functools.lru_cache`) is called as it is: TorchDynamo looks through the cache.
+
+Noise that is drawn once and kept would be drawn at each call; a list that is kept, made anew. What libraries cache are
+shapes and patterns, which are the same each time: that is captured, as it costs no division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+from ..module_state.own_code import is_own_code
+from .as_in_eager import is_captured_as_eager
+from .wrapped_calls import call_as_it_is, calls_exchanged, wrapper_of
+
+
+def _unless_cached(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_captured_as_eager() and (cached := _cached(variable)) is not None:
+            call_as_it_is(variable, cached.__qualname__, "a function is called whose results are kept:")
+        return call(variable, *args, **kwargs)
+
+    return call_function
+
+
+def _cached(variable: Any) -> FunctionType | None:
+    """The function that the user has written and cached, if it is one."""
+    wrapper = wrapper_of(variable).wrapper_obj
+    inside = getattr(wrapper, "__wrapped__", None)
+    is_one = hasattr(wrapper, "cache_info") and isinstance(inside, FunctionType) and is_own_code(inside)
+    return inside if is_one else None
+
+
+CHANGES = calls_exchanged(_unless_cached)
