@@ -54,6 +54,9 @@ _LEFT_ALONE = (
 )
 """Libraries whose objects are not plain: they stand for devices, processes, screens, or hold the whole trainer."""
 
+_OUTSIDE_STEPS = ("prepare_data", *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")))
+"""Methods that make data, and may name much of it."""
+
 _PLAIN_IN_TORCH = ("torch.optim", "torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
 
 
@@ -145,13 +148,13 @@ class Recorder:
 
     def _add_class(self, kind: type) -> None:
         """What classes hold that are written for this run: counts of instances, registries."""
-        for base in kind.__mro__:
-            if is_own_code(base):
-                before = {name: value for name, value in vars(base).items() if not name.startswith("__")}
-                self._add_names(vars(base), before, partial(setattr, base), partial(delattr, base))
+        if is_own_code(kind):
+            before = {k: v for k, v in vars(kind).items() if not k.startswith("__") and k not in _OUTSIDE_STEPS}
+            self._add_names(vars(kind), before, partial(setattr, kind), partial(delattr, kind))
+        self._add_all(kind.__bases__)
 
     def _add_function(self, function: FunctionType) -> None:
-        if function.__module__.partition(".")[0] in _LEFT_ALONE:
+        if str(function.__module__).partition(".")[0] in _LEFT_ALONE:  # of generated code it is None
             return
         for cell in function.__closure__ or ():
             self._add_cell(cell)

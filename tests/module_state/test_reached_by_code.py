@@ -158,8 +158,14 @@ class OfASparseBuffer(Counting):
         return self.seen.to_dense()[0].item()
 
 
+def of_generated_code() -> Counting:
+    space: dict[str, Any] = {}
+    exec("seen = []\ndef count():\n    seen.append(1)\n    return len(seen)", space)
+    return Counting(space["count"])
+
+
 CASES: list[Callable[[], Counting]] = [
-    *(rebound, appended, of_a_method, of_a_builtin_method, partial, decorated, default),
+    *(rebound, appended, of_a_method, of_a_builtin_method, partial, decorated, default, of_generated_code),
     *(OfItsClass, OfAGlobalList, OfAGlobalNumber, OfAList, OfAnArray, OfObjects, OfASparseBuffer),
 ]
 
