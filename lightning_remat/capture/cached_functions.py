@@ -6,24 +6,11 @@ shapes and patterns, which are the same each time: that is captured, as it costs
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from types import FunctionType
 from typing import Any
 
 from ..module_state.own_code import is_own_code
-from .as_in_eager import is_captured_as_eager
-from .wrapped_calls import call_as_it_is, calls_exchanged, wrapper_of
-
-
-def _unless_cached(call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_captured_as_eager() and (cached := _cached(variable)) is not None:
-            call_as_it_is(variable, cached.__qualname__, "a function is called whose results are kept:")
-        return call(variable, *args, **kwargs)
-
-    return call_function
+from .wrapped_calls import called_as_they_are, wrapper_of
 
 
 def _cached(variable: Any) -> FunctionType | None:
@@ -34,4 +21,4 @@ def _cached(variable: Any) -> FunctionType | None:
     return inside if is_one else None
 
 
-CHANGES = calls_exchanged(_unless_cached)
+CHANGES = called_as_they_are(_cached, "a function is called whose results are kept:")

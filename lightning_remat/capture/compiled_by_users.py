@@ -6,8 +6,6 @@ that has one as a method or attribute is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any, TypeGuard, cast
@@ -15,8 +13,7 @@ from typing import Any, TypeGuard, cast
 from torch import nn
 from torch._dynamo.variables.functions import UserMethodVariable
 
-from .as_in_eager import is_captured_as_eager
-from .wrapped_calls import call_as_it_is, calls_exchanged, wrapper_of
+from .wrapped_calls import called_as_they_are, wrapper_of
 
 _SOURCE = "_torchdynamo_inline"
 """The attribute by which TorchDynamo finds what a compiled function was made of."""
@@ -41,16 +38,6 @@ def _is_compiled(function: object) -> TypeGuard[FunctionType]:
     return isinstance(function, FunctionType) and _SOURCE in vars(function)  # those of `torch.jit` are of another type
 
 
-def _unless_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_captured_as_eager() and (compiled := _compiled(variable)) is not None:
-            call_as_it_is(variable, compiled.__qualname__, "a function that torch.compile has compiled is called:")
-        return call(variable, *args, **kwargs)
-
-    return call_function
-
-
 def _compiled(variable: Any) -> FunctionType | None:
     """The compiled function that TorchDynamo calls, or has replaced by its source."""
     if isinstance(variable, UserMethodVariable):  # of an object that is no module
@@ -63,4 +50,4 @@ def _compiled(variable: Any) -> FunctionType | None:
     return None
 
 
-CHANGES = calls_exchanged(_unless_compiled, UserMethodVariable)
+CHANGES = called_as_they_are(_compiled, "a function that torch.compile has compiled is called:", UserMethodVariable)

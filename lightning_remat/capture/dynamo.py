@@ -132,7 +132,7 @@ class CompiledForward:
         self.is_exhausted = self.has_hooks = False
         # By whether hooks of submodules are guarded, which is less to ask where there are none; and by those that all
         # modules have, which TorchDynamo does not guard.
-        self._compiled: dict[tuple[bool, tuple[Any, ...]], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         self._local = threading.local()
 
     def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:

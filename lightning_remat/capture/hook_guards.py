@@ -78,9 +78,9 @@ _OF_ALL: tuple[dict[int, Any], ...] = (
 """Those that `torch.nn.modules.module.register_module_forward_hook` and its kin fill."""
 
 
-def hooks_of_all_modules() -> tuple[Any, ...]:
-    """The hooks that every module has, of which TorchDynamo has no guards."""
-    return tuple(item for hooks in _OF_ALL if hooks for item in hooks.items())
+def hooks_of_all_modules() -> tuple[int, ...]:
+    """The numbers, each given once, of the hooks that every module has: TorchDynamo has no guards of these."""
+    return tuple(number for hooks in _OF_ALL for number in hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

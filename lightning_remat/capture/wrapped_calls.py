@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import wraps
+from types import FunctionType
+from typing import Any
 
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable, WrapperUserMethodVariable
 
+from .as_in_eager import is_captured_as_eager
 from .divisions import divide_at, run_as_it_is
 from .shared_setting import Exchange
 
@@ -16,22 +19,27 @@ def wrapper_of(variable: Any) -> Any:
     return variable if hasattr(variable, "wrapper_obj") else variable.fn
 
 
-def call_as_it_is(variable: Any, what: str, reason: str) -> NoReturn:
-    """Has a function called as it is, between two graphs.
+def called_as_they_are(find: Callable[[Any], FunctionType | None], reason: str, *kinds: type) -> list[Exchange]:
+    """Has some functions called as they are, between two graphs.
 
     What calls a method runs as it is as a whole: TorchDynamo would call what is wrapped, and without its object.
 
     Args:
-        variable: What TorchDynamo has for the function.
-        what: Its name.
+        find: Tells from what TorchDynamo has for a function whether it is one of these.
         reason: Why; ends in a colon.
+        *kinds: What TorchDynamo may have for them, besides wrappers and methods that are such.
     """
-    if variable.self_args():
-        run_as_it_is(what, reason)
-    divide_at(what, reason, "it is called as it is, between two graphs.")
 
+    def unless_found(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_captured_as_eager() and (found := find(variable)) is not None:
+                if variable.self_args():
+                    run_as_it_is(found.__qualname__, reason)
+                divide_at(found.__qualname__, reason, "it is called as it is, between two graphs.")
+            return call(variable, *args, **kwargs)
 
-def calls_exchanged(exchange: Callable[[Callable[..., Any]], Callable[..., Any]], *kinds: type) -> list[Exchange]:
-    """Of how wrappers are called, those of methods among them, and what else is called."""
+        return call_function
+
     candidates = (WrapperUserFunctionVariable, WrapperUserMethodVariable, *kinds)
-    return [Exchange(kind, "call_function", exchange) for kind in candidates if "call_function" in vars(kind)]
+    return [Exchange(kind, "call_function", unless_found) for kind in candidates if "call_function" in vars(kind)]
