@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -80,7 +82,8 @@ def rerun_prices() -> RerunPrices:
     values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_transformer()), values, values)
     assert traced is not None
-    graph = profile_call(traced, values, values, repeats=5)
+    with _one_thread():
+        graph = profile_call(traced, values, values, repeats=5)
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
@@ -89,9 +92,10 @@ def rerun_prices() -> RerunPrices:
     again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], untaped, at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
-    for program in programs * 2:
-        _seconds(program, values)  # what is learned in a first run, and in one in which something rests
-    rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
+    with _one_thread():
+        for program in programs * 2:
+            _seconds(program, values)  # what is learned in a first run, and in one in which something rests
+        rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
     # The fastest of each, as of the operations themselves: differences within a round scatter twice as much.
     fastest = [min(seconds) for seconds in zip(*rounds, strict=True)]
     more = [seconds - fastest[0] for seconds in fastest[1:]]
@@ -99,6 +103,17 @@ def rerun_prices() -> RerunPrices:
     counts = [[_count(graph, schedule, price) for price in range(len(RerunPrices._fields))] for schedule in schedules]
     prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), np.array(more) - np.array(own))[0].tolist()
     return RerunPrices(*prices)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Tiny tensors on one thread: several wait for one another, seconds long where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _norms_in(node: Node) -> float:

@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from itertools import product
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
-from ..capture.tracer import is_alike, traced_graph
-from ..errors import InfeasibleBudgetError, TraceError
-from ..module_state.nesting import tensors_in
 from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
-from ..plans.planner import plan as make_plan
-from ..profiling.profiler import profile_call
-from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .compiling import StretchCompiler
 from .executor import Watch
 from .forward import run_forward
-from .program import Program, compile_schedule
-
-logger = logging.getLogger("lightning_remat")
+from .later_graphs import Call, LaterGraphs, Part, is_worth
+from .program import Program
 
 _STATE = "_rematerialization"
 _REPLICATE = "_replicate_for_data_parallel"
 _GET_STATE = "__getstate__"
 _BOUND = ("forward", _REPLICATE, _GET_STATE)
 """What a rewritten module has instead of its class's."""
-
-_MOST_PLANS = 8
-"""Graphs for which plans are made while a module trains, before it goes on without."""
-
-
-Part = tuple[Program, Plan]
-"""How a graph runs, and the plan that says so."""
-
-_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class _Rewritten:
@@ -69,16 +50,14 @@ class _Rewritten:
         planner: str | Callable[..., Schedule] = "auto",
         left: Iterable[CapturedGraph] = (),
     ) -> None:
-        self.plan, self.parts, self.planner = plan, parts, planner
+        self.plan, self.parts, self._later = plan, parts, LaterGraphs(parts, planner)
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
         self.programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
-        self._num_plans = 0
-        self._has_warned = False
         for program, part in parts:
             graph = cast(CapturedGraph, program.traced.captured)
-            self.programs[graph] = program if _is_worth(part) or len(parts) == 1 else None
+            self.programs[graph] = program if is_worth(part) or len(parts) == 1 else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's results, by the program of the graph that TorchDynamo's guards choose.
@@ -89,11 +68,11 @@ class _Rewritten:
         forward: CompiledForward = self.parts[0][0].traced.forward
         return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
 
-    def _run(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Any:
+    def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self.programs:
             with self._lock:
                 if graph not in self.programs:
-                    self.programs[graph] = self._finished(self._program_for(call, graph, values))
+                    self.programs[graph] = self._finished(self._later.program_for(call, graph, values))
         program = self.programs[graph]
         if program is None:
             return graph.module(*values)
@@ -108,71 +87,14 @@ class _Rewritten:
     def _finished(self, program: Program | None) -> Program | None:
         return program if program is None or self._compiler is None else self._compiler.compiled(program)
 
-    def _program_for(self, call: _Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
-        """The program of a graph that was captured later: by the same plan where it has the same operations."""
-        module = call[0]
-        forward: CompiledForward = self.parts[0][0].traced.forward
-        name, given = type(module).__name__, self._given(call, values)
-        try:
-            traced = traced_graph(module, forward, graph, values, given)
-            apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
-            for (program, plan), found in product(self.parts, (traced, apart)):
-                if found is not None and is_alike(found, program.traced):
-                    return compile_schedule(found, plan.schedule, plan.graph)
-            assert traced is not None
-            if self._num_plans == _MOST_PLANS:
-                raise TraceError(
-                    f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of "
-                    "its forward"
-                )
-            self._num_plans += 1
-            costs = profile_call(traced, values, given, repeats=1)
-            # Nothing is run to measure this one: its prediction is taken to be off by the same factor as theirs.
-            predicted = [(plan, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
-            budget_bytes = max(plan.budget_bytes * peak // max(1, plan.peak_bytes) for plan, peak in predicted)
-            plan = self._planned(costs, budget_bytes)
-            logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
-            return compile_schedule(traced, plan.schedule, plan.graph) if _is_worth(plan) else None
-        except ValueError as error:  # what a planner of the user's proposes too
-            if not self._has_warned:
-                warnings.warn(
-                    f"{name} runs without rematerialization where it does something new: {error}", stacklevel=2
-                )
-            self._has_warned = True
-            return None
-
-    def _planned(self, costs: Graph, expected_bytes: int) -> Plan:
-        """A plan for a graph that is expected to have so much; the lowest one where that is a little too strict.
-
-        Raises:
-            InfeasibleBudgetError: Even that exceeds what the first graphs had.
-        """
-        try:
-            return make_plan(costs, expected_bytes, self.planner)
-        except InfeasibleBudgetError as error:
-            if error.minimum_bytes > max(plan.budget_bytes for _, plan in self.parts):
-                raise
-            return make_plan(costs, error.sufficient_bytes, self.planner)
-
-    def _given(self, call: _Call, values: list[Any]) -> list[Tensor]:
-        """The tensors that come into a graph: the call's, or any that the module does not hold."""
-        if self.parts[0][0].traced.forward.is_whole:
-            return tensors_in(call[1:])
-        owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
-        return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
-
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
-
-
-def _is_worth(plan: Plan) -> bool:
-    return bool(plan.num_recomputed) or plan.peak_bytes < plan.plain.peak_bytes
 
 
 def install(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
     """Puts the program in the place of the module's forward; one that changes nothing leaves it."""
     restore(module)
-    if _is_worth(plan):
+    if is_worth(plan):
         forced(module, program, plan, planner)
 
 
@@ -249,7 +171,7 @@ def install_parts(
     parts: dict[nn.Module, list[Part]] = {}
     for name, program in programs.items():
         parts.setdefault(program.traced.module, []).append((program, plans[name]))
-    rewritten = {m: own for m, own in parts.items() if any(_is_worth(plan) for _, plan in own)}
+    rewritten = {m: own for m, own in parts.items() if any(is_worth(plan) for _, plan in own)}
     for m, own in rewritten.items():
         restore(m)
         _put(m, _Rewritten(own[0][1], own, planner, left))

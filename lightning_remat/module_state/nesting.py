@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,16 +40,21 @@ class Structure:
         return tree_unflatten(values, self.spec)
 
 
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a nested value, and what `build` makes it from again."""
-    parts, spec = tree_flatten(value)
+def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves of a nested value, and what `build` makes it from again.
+
+    Args:
+        value: Any value.
+        is_leaf: Tells what is not looked into.
+    """
+    parts, spec = tree_flatten(value, is_leaf)
     leaves: list[Any] = []
     records: list[tuple[int, type, tuple[str, ...], Structure]] = []
     for place, part in enumerate(parts):
         kind = type(cast(object, part))  # of what a proxy stands for, nothing need be known
         if dataclasses.is_dataclass(cast(Any, kind)):
             names = tuple(field.name for field in dataclasses.fields(cast(Any, kind)))
-            inner, structure = flatten([getattr(part, name) for name in names])
+            inner, structure = flatten([getattr(part, name) for name in names], is_leaf)
             leaves += inner
             records.append((place, kind, names, structure))
         else:

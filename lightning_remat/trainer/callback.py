@@ -26,11 +26,19 @@ from . import ranks
 from .buckets import tell_of_buckets
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
-from .loaders import loader_batch_size
+from .loaders import common_batch_size, loader_batch_size
 from .logger_figures import show_in_loggers
 from .oom_retry import StepRetry
 from .planning import check_first_size, fits_stored, planned
-from .private_api import before_first_step, logging_step, should_log, tap_loaders, wrap_steps, wrap_validation
+from .private_api import (
+    before_first_step,
+    logging_step,
+    should_log,
+    tap_loaders,
+    training_loaders,
+    wrap_steps,
+    wrap_validation,
+)
 from .rehearsal import rehearsed
 from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
 from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
@@ -272,7 +280,8 @@ class Rematerialization(Callback):
             rank_zero_warn(f"Rematerialization leaves the model as it is: {why}")
         if self._clock is None or self.result is None:
             return
-        self._clock.count(batch_size_of(batch) if has_batch_dimension(batch) else 1)
+        told = common_batch_size(training_loaders(trainer))
+        self._clock.count(batch_size_of(batch, told) if has_batch_dimension(batch) else 1)
         if should_log(trainer):
             self._log(trainer, self._clock.read())
 

@@ -42,7 +42,7 @@ from ..regions.gathering import gathering_of
 from ..regions.look_through import look_through
 from . import ranks
 from .buckets import buckets_of
-from .loaders import keeps_last_batch, num_samples_in
+from .loaders import common_batch_size, keeps_last_batch, num_samples_in
 from .private_api import (
     callbacks_of,
     forward_and_backward,
@@ -51,6 +51,7 @@ from .private_api import (
     run_training_step,
     silent,
     state_holders,
+    training_loaders,
     without_optimization,
 )
 from .validation import Validation
@@ -113,7 +114,8 @@ class LightningTrial:
         self.device = trainer.strategy.root_device
         self.num_devices = trainer.world_size
         self.has_batch_dimension = has_batch_dimension(batch)
-        self.batch_size = batch_size_of(batch) if self.has_batch_dimension else 1
+        self._told = common_batch_size(loaders or training_loaders(trainer))
+        self.batch_size = batch_size_of(batch, self._told) if self.has_batch_dimension else 1
         num_samples = num_samples_in(loaders) if loaders else None
         self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
         self.differentiates = False
@@ -138,7 +140,7 @@ class LightningTrial:
         """The batch, repeated or cut to that size, on the device."""
         if self._batch is None or self._batch[0] != batch_size:
             self._forget_batch()  # one at a time
-            batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
+            batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size, self._told)
             batch = batch if self.is_on_device else on_device(self.trainer, batch)
             self._batch = batch_size, batch
             if batch is not self.batch:

@@ -101,6 +101,12 @@ def loader_batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else getattr(loader, "batch_size", None)
 
 
+def common_batch_size(loaders: Sequence[Any]) -> int | None:
+    """The batch size that all of several loaders yield; None where one does not say, or says another."""
+    sizes = {loader_batch_size(loader) for loader in loaders}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def rebatched(loader: Any, size: int, rebatch: Rebatch | None = None) -> Any:
     """A loader like `loader`, of another batch size; the given one is left as it is.
 

@@ -103,4 +103,4 @@ def _first_validation(trainer: Trainer, settings: Settings, training_loaders: li
     sizes = {loader_batch_size(one) for one in training_loaders}
     is_same = sizes == {loader_batch_size(loader)} and bool(holders_of(trainer, settings.batch_arg_name))
     follows = has_batch_dimension(batch) and (settings.include_validation or is_same)
-    return Validation(batch, follows, len(loaders) > 1)
+    return Validation(batch, loader_batch_size(loader), follows, len(loaders) > 1)

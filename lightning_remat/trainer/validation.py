@@ -21,11 +21,13 @@ class Validation:
 
     Attributes:
         batch: The first one, as the loader yields it.
+        told: Its size as the loader tells it.
         follows: Whether its size becomes that of training.
         of_several: Whether there are several loaders.
     """
 
     batch: Any
+    told: int | None
     follows: bool
     of_several: bool
 
@@ -34,7 +36,7 @@ class Validation:
 
         What it raises but for a lack of memory is told only: a step that needs its epoch's hooks cannot be tried here.
         """
-        batch = resized(self.batch, batch_size) if self.follows else self.batch
+        batch = resized(self.batch, batch_size, self.told) if self.follows else self.batch
         try:
             run_validation_step(trainer, on_device(trainer, batch), of_several=self.of_several)
         except Exception as error:

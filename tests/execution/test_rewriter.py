@@ -10,7 +10,7 @@ from training_steps import assert_equal_traces, step_peak, traces
 
 from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import InfeasibleBudgetError, Plan, TraceError, rematerialize, restore
-from lightning_remat.execution.rewriter import current_plan
+from lightning_remat.execution.rewriter import current_plan, programs_in
 
 
 def network() -> nn.Sequential:
@@ -227,3 +227,25 @@ def test_what_is_remembered_by_the_first_step_leaves_the_later_ones_within_the_b
             module(x).sum().backward()
         assert isinstance(module.positions, Tensor)
         assert step_peak(module, x) - LOSS_BYTES <= budget
+
+
+class OfAnyDepth(nn.Module):
+    """Runs as many blocks as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()) for _ in range(12)))
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        return self.blocks[:depth](x)
+
+
+@pytest.mark.slow
+def test_graphs_that_fit_as_they_are_need_no_plans_and_leave_those_to_others() -> None:
+    module = OfAnyDepth()
+    rematerialize(module, X, 12, memory_budget="75%", planner="periodic")
+    for depth in range(1, 11):
+        module(X[:4], depth).sum().backward()
+    assert len(programs_in(module)) == 1
+    module(X, 11).sum().backward()
+    assert len(programs_in(module)) == 2

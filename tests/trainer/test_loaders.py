@@ -154,6 +154,51 @@ def test_several_loaders_give_a_batch_of_their_structure() -> None:
     assert {k: len(v[0]) for k, v in batch.items()} == {"a": 4, "b": 2}
 
 
+def images(*sizes: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.full((3, size, size), float(size)) for size in sizes)
+
+
+def objects(*counts: int) -> tuple[dict[str, torch.Tensor], ...]:
+    return tuple({"boxes": torch.zeros(n, 4), "labels": torch.full((n,), n)} for n in counts)
+
+
+def test_lists_of_samples_are_counted_and_resized() -> None:
+    batch = images(8, 9), objects(1, 5)
+    assert batch_size_of(batch, 2) == batch_size_of(batch) == 2
+    larger = resized(batch, 5)
+    assert [x.shape[1] for x in larger[0]] == [8, 9, 8, 9, 8]
+    assert [y["labels"].tolist() for y in larger[1]] == [[1], [5] * 5, [1], [5] * 5, [1]]
+    assert all(isinstance(part, tuple) for part in larger)
+    assert [x.shape[1] for x in resized(batch, 1)[0]] == [8]
+    pairs = [*zip(*batch, strict=True)]
+    assert [len(y["labels"]) for _, y in resized(pairs, 3, 2)] == [1, 5, 1]
+    assert batch_size_of([*images(8, 9)], 2) == 2
+
+
+def test_objects_as_many_as_images_are_no_batch() -> None:
+    larger = resized((images(8, 9), objects(2, 2)), 3, 2)
+    assert [len(part) for part in larger] == [3, 3]
+    assert [y["boxes"].shape for y in larger[1]] == [(2, 4)] * 3
+    assert [len(part) for part in resized((images(8), objects(1)), 2, 1)] == [2, 2]
+
+
+def test_stacked_images_keep_their_lists_of_objects() -> None:
+    larger = resized((torch.ones(2, 3, 8, 8), objects(1, 5)), 4)
+    assert larger[0].shape == (4, 3, 8, 8)
+    assert [len(y["labels"]) for y in larger[1]] == [1, 5, 1, 5]
+
+
+def test_containers_of_as_many_batches_as_samples_are_no_lists_of_samples() -> None:
+    x, y = torch.ones(2, 5), torch.arange(2)
+    assert [t.shape[0] for t in resized((x, y), 4, 2)] == [4, 4]
+    assert [t.shape[0] for t in resized([x, x], 4, 2)] == [4, 4]
+    several = resized([{"x": x, "y": y}, {"x": x, "y": y}], 4, 2)
+    assert [(len(one["x"]), len(one["y"])) for one in several] == [(4, 4)] * 2
+    assert resized((x, "name"), 4, 2)[1] == "name"
+    assert batch_size_of([{"x": torch.ones(8, 3)}, {"x": torch.ones(4, 3)}], None) == 8
+    assert [len(part) for part in resized((images(8, 9), images(7, 6)), 3, 2)] == [3, 3]
+
+
 def test_resized_batches_repeat_or_cut_along_the_batch() -> None:
     batch = {"x": torch.arange(6).reshape(3, 2), "y": [torch.arange(3), "name"], "scale": torch.tensor(2.0)}
     assert batch_size_of(batch) == 3

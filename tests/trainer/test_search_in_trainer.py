@@ -265,3 +265,31 @@ def test_loss_that_outweighs_the_optimizers_step_corrects_the_prediction() -> No
     assert found.measured_peak_bytes is not None
     assert found.step.surroundings.optimizer_step_bytes < found.measured_peak_bytes <= found.budget_bytes
     assert abs(found.prediction_error or 0) < 0.02
+
+
+class Detector(Classifier):
+    """Gets lists of images of several sizes and of their objects, as torchvision's detection does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, objects = batch
+        self.sizes.append(len(images))
+        pooled = torch.stack([nn.functional.adaptive_avg_pool2d(x, 8) for x in images])
+        labels = torch.stack([y["labels"][0] for y in objects])
+        return nn.functional.cross_entropy(self.net(pooled), labels)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        shapes = torch.randint(8, 14, (64, 2), generator=generator).tolist()
+        data = [(torch.randn(3, *shape), {"labels": torch.arange(1 + k % 4)}) for k, shape in enumerate(shapes)]
+        return DataLoader(
+            data, batch_size=self.batch_size, collate_fn=lambda samples: tuple(zip(*samples, strict=True))
+        )  # pyright: ignore
+
+
+@pytest.mark.slow
+def test_a_size_is_found_for_lists_of_samples(tmp_path: Path) -> None:
+    callback, module = remat(memory_budget="4MiB", batch_size="auto", max_batch_size=32), seeded(Detector)
+    run(tmp_path, module, callback, max_steps=2)
+    assert callback.result is not None
+    assert callback.result.batch_size > 8
+    assert set(module.sizes[-2:]) == {callback.result.batch_size}
