@@ -24,6 +24,7 @@ from ..reports.report import draw_plots, out_of_memory_note, print_tables, write
 from ..reports.result import Result
 from . import ranks
 from .buckets import tell_of_buckets
+from .larger_batches import LargerBatches
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import common_batch_size, loader_batch_size
@@ -32,6 +33,7 @@ from .oom_retry import StepRetry
 from .planning import check_first_size, fits_stored, planned
 from .private_api import (
     before_first_step,
+    before_steps,
     logging_step,
     should_log,
     tap_loaders,
@@ -56,6 +58,9 @@ class Rematerialization(Callback):
     executes two forwards and backwards to check it, and rewrites the submodules in place for the length of `fit`.
     Weights, buffers, metrics and random states are left as they were, and nothing is read that training does not get:
     a run with the callback at a fixed batch size equals the run without it.
+
+    On one device, a batch that is larger than those planned for (longer texts, larger images) is planned anew where the
+    step might exceed the budget with it; where it cannot fit it gets the lowest peak, and a warning tells.
 
     A search (`batch_size="auto"`) has to end before the epoch begins. It is made in `on_fit_start`, on a batch that the
     loaders yield and then begin again, after the start hooks of module and callbacks, which are called once more when
@@ -221,9 +226,10 @@ class Rematerialization(Callback):
                 write_state(Path(settings.plan_path), self._state)
         tell_of_buckets(trainer)
         self._report(trainer)
-        self._clock = StepClock(trial.device, with_scratch=settings.counts_scratch)
-        self._clock.start()
-        self._meter(trainer, batch)
+        self._start_clock(trainer, batch)
+        if trainer.world_size == 1:  # ranks have batches of their own, and plan together
+            larger = LargerBatches(trainer, settings, result, modules, batch, self._leave_alone)
+            self._undo.callback(before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger)))
         if settings.on_oom == "replan":
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
@@ -231,6 +237,22 @@ class Rematerialization(Callback):
                 retry = StepRetry(trainer, settings, result, modules)
                 self._undo.callback(wrap_steps(trainer, retry))
                 self._undo.callback(wrap_validation(trainer, retry.validated))
+
+    def _prepare_larger(self, trainer: Trainer, mark: str, larger: LargerBatches, batch: Any, batch_idx: int) -> None:
+        """Plans anew where the plan is not known to keep the budget with this batch."""
+        if self._clock is None or not larger.is_too_large(batch):
+            return
+        self._clock.close()
+        result = larger.plan(batch, batch_idx)
+        if result is not None:
+            self.result, self._state = result, to_state(result, mark)
+        self._start_clock(trainer, batch)
+
+    def _start_clock(self, trainer: Trainer, batch: Any) -> None:
+        """Counts from this step on, whose batch is given."""
+        self._clock = StepClock(trainer.strategy.root_device, with_scratch=self.settings.counts_scratch)
+        self._clock.start()
+        self._meter(trainer, batch)
 
     def _leave_alone(self, why: str) -> None:
         self._left_alone_because = why

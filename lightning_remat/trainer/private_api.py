@@ -265,11 +265,22 @@ def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> 
     Returns:
         What undoes it.
     """
+    undo = ExitStack()
+
+    def prepare_once(batch: Any, batch_idx: int) -> None:
+        undo.close()
+        prepare(batch, batch_idx)
+
+    undo.callback(before_steps(trainer, prepare_once))
+    return undo.close
+
+
+def before_steps(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Undo:
+    """Calls `prepare(batch, batch_idx)` right before each training step; returns what undoes it."""
     epoch_loop, undo = trainer.fit_loop.epoch_loop, ExitStack()
 
     def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            undo.close()
             prepare(next(iter(args[-1].values())), epoch_loop.batch_idx)
             return original(*args)
 

@@ -1,0 +1,172 @@
+"""Batches that need more than the one that was planned for: the step is planned anew, to stay within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from ..batch_search.search import find
+from ..batch_search.settings import Settings
+from ..batch_search.trial import uninstall
+from ..budget import format_bytes
+from ..devices import empty_cache
+from ..errors import InfeasibleBudgetError, TraceError
+from ..execution.compiling import StretchCompiler
+from ..execution.rewriter import Rewriting, compile_programs
+from ..measure.out_of_memory import is_out_of_memory
+from ..module_state.nesting import tensors_in
+from ..regions.footprint import storage_bytes
+from ..regions.look_through import NoCallError
+from ..reports.result import Result
+from .lightning_step import LightningTrial, StepFailedError
+from .step_check import passes_check
+
+_MOST_PLANS = 8
+"""That are made for larger and larger batches."""
+
+_ROOM = 0.9
+"""The part of the budget that a plan made anew may use: the next batch may be somewhat larger still."""
+
+_POWER = 2
+"""With which a step's memory grows at most: attention holds a number for each pair of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How large a batch is: its elements, and by the number of dimensions the largest extent of each."""
+
+    num_elements: int
+    extents: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, batch: Any) -> _Sizes:
+        extents: dict[int, tuple[int, ...]] = {}
+        tensors = tensors_in(batch)
+        for t in tensors:
+            extents[t.dim()] = tuple(map(max, extents.get(t.dim(), t.shape), t.shape))
+        return cls(sum(t.numel() for t in tensors), extents)
+
+    def over(self, other: _Sizes) -> float:
+        """By how much it is larger in what it is larger most."""
+        extents = (
+            a / max(1, b)
+            for n, own in self.extents.items()
+            for a, b in zip(own, other.extents.get(n, own), strict=True)
+        )
+        return max(self.num_elements / max(1, other.num_elements), *extents, 1.0)
+
+
+class LargerBatches:
+    """Plans a step anew before a batch with which the plan may exceed the budget, on one device.
+
+    Where texts, sounds, images or graphs are of several sizes, batches are. That of the first step was planned for; the
+    plan serves for all for which the step cannot need more than the budget, as it grows at most with the square of what
+    grows. A larger one is planned and checked like the first, with some room for what comes; where its least peak is
+    above the budget it gets that, and a warning tells. No step is planned anew for a smaller one.
+
+    Args:
+        trainer: On one device.
+        settings: Of the callback.
+        result: The plan for the first batch.
+        modules: The rewritten submodules, which this list goes on to hold.
+        batch: The first one.
+        leave_alone: Is told why the plain model is trained from now on.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        result: Result,
+        modules: list[nn.Module],
+        batch: Any,
+        leave_alone: Callable[[str], None],
+    ) -> None:
+        self.trainer, self.modules, self._leave_alone = trainer, modules, leave_alone
+        if isinstance(settings.memory_budget, str):  # "70%" is of the first step
+            settings = replace(settings, memory_budget=result.budget_bytes)
+        self.settings = replace(settings, batch_size="keep")
+        self.budget_bytes = result.budget_bytes
+        module = trainer.lightning_module
+        self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
+        self._known = [(_Sizes.of(batch), _peak_of(result))]
+        self._num_plans = 0
+        self._is_over = False
+
+    def is_too_large(self, batch: Any) -> bool:
+        """Whether a step of this batch may exceed the budget by the present plan."""
+        if self._is_over:
+            return False
+        sizes = _Sizes.of(batch)
+        return all(self._exceeds(sizes.over(known), peak) for known, peak in self._known)
+
+    def _exceeds(self, growth: float, peak_bytes: int) -> bool:
+        beyond = peak_bytes - self._held_bytes
+        return growth > 1 and self._held_bytes + beyond * growth**_POWER > self.budget_bytes
+
+    def plan(self, batch: Any, batch_idx: int) -> Result | None:
+        """The plan for this batch, which is in force now; None where it stays as it was, or the plain model is left."""
+        if self._num_plans == _MOST_PLANS:
+            self._is_over = True
+            rank_zero_warn(
+                f"Rematerialization has planned anew for {_MOST_PLANS} larger and larger batches and does so no more: "
+                "those that are larger still may exceed the budget. Remedy: train on the largest batch first"
+            )
+            return None
+        self._num_plans += 1
+        before = Rewriting(self.trainer.lightning_module)
+        uninstall(self.modules)
+        trial = LightningTrial(self.trainer, self.settings, batch, batch_idx, with_optimizer=False)
+        try:
+            result, modules = self._found(trial)
+            is_exact = passes_check(trial, self.settings, result, modules, self._leave_alone)
+        except Exception as error:
+            before.put_back()
+            if not (isinstance(error, StepFailedError | TraceError | NoCallError) or is_out_of_memory(error)):
+                raise
+            self._is_over = True
+            rank_zero_warn(
+                "Rematerialization cannot plan anew for a larger batch, whose step may exceed the budget: "
+                f"{error.__cause__ or error!r}"
+            )
+            return None
+        finally:
+            trial.close()
+        self.modules[:] = modules
+        if not is_exact:
+            self._is_over = True
+            return None
+        empty_cache(trial.device)
+        if self.settings.compile_stretches:
+            compile_programs(modules, StretchCompiler())
+        self._known.append((_Sizes.of(batch), _peak_of(result)))
+        rank_zero_info(
+            f"Rematerialization plans anew for a larger batch: {format_bytes(_peak_of(result))}, recompute overhead "
+            f"{result.recompute_overhead:.1%}"
+        )
+        return replace(result, budget_bytes=max(result.budget_bytes, self.budget_bytes))
+
+    def _found(self, trial: LightningTrial) -> tuple[Result, list[nn.Module]]:
+        with suppress(InfeasibleBudgetError):  # it may fit without any
+            return find(trial, self._with_room())
+        try:
+            return find(trial, self.settings)
+        except InfeasibleBudgetError as error:
+            self._is_over = True  # what is larger still cannot fit either
+            rank_zero_warn(f"a batch is larger than those planned for, and gets the lowest peak: {error}")
+            return find(trial, self.settings, lowest=True)
+
+    def _with_room(self) -> Settings:
+        if self.settings.counts_scratch:  # the budget is what is free, less a margin
+            return replace(self.settings, margin=1 - _ROOM * (1 - self.settings.margin))
+        return replace(self.settings, memory_budget=int(_ROOM * self.budget_bytes))
+
+
+def _peak_of(result: Result) -> int:
+    return max(result.measured_peak_bytes or 0, result.predicted_peak_bytes)

@@ -1,0 +1,154 @@
+"""Batches larger than the one that was planned for: planned anew, within the budget, as exact as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from remat_runs import Classifier, run, seeded
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import lightning_remat.trainer.larger_batches as module_under_test
+from lightning_remat import Rematerialization
+from lightning_remat.trainer.larger_batches import LargerBatches
+from lightning_remat.trainer.lightning_step import StepFailedError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
+]
+
+
+def texts() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(8)]
+    return nn.Sequential(nn.Embedding(30, 24), *blocks, nn.Linear(24, 30))
+
+
+class Reader(Classifier):
+    """Texts of these lengths, four of one length in a batch."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(texts())
+        self.lengths = lengths
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return functional.cross_entropy(self.net(batch).transpose(1, 2), batch)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randint(30, (length,), generator=generator) for length in self.lengths for _ in range(4)]
+        return DataLoader(data, 4)  # pyright: ignore
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # so that all steps hold gradients
+
+
+class Peaks(Logger):
+    """Keeps the peaks that are logged."""
+
+    name, version = "peaks", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: list[float] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "remat/peak_bytes" in metrics:
+            self.peaks.append(metrics["remat/peak_bytes"])
+
+
+def trained(root: Path, lengths: tuple[int, ...], budget: int | str) -> tuple[Reader, Rematerialization, list[float]]:
+    module = seeded(lambda: Reader(*lengths))
+    callback = Rematerialization("periodic", memory_budget=budget, batch_size="keep", report_dir=root)
+    logger = Peaks()
+    run(root, module, callback, logger=logger, max_epochs=1, max_steps=-1)
+    return module, callback, logger.peaks
+
+
+def plain_peak(root: Path, length: int) -> int:
+    _, callback, _ = trained(root, (length, length), "100%")
+    assert callback.result is not None
+    return callback.result.plain_peak_bytes
+
+
+def test_longer_batches_stay_within_the_budget_and_train_as_without(tmp_path: Path) -> None:
+    lengths = (20, 16, 60, 48, 33, 80, 20, 80)
+    budget = plain_peak(tmp_path, max(lengths)) * 3 // 4
+    module, callback, peaks = trained(tmp_path, lengths, budget)
+    assert len(peaks) == len(lengths)
+    assert max(peaks) <= budget
+    assert callback.result is not None
+    assert callback.result.budget_bytes == budget
+    assert callback.result.plan.num_recomputed > 0
+    plain = seeded(lambda: Reader(*lengths))
+    run(tmp_path, plain, max_epochs=1, max_steps=-1)
+    assert module.steps == plain.steps == len(lengths)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_batches_that_cannot_need_more_are_not_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LargerBatches, "plan", lambda *_: pytest.fail("planned anew"))
+    budget = plain_peak(tmp_path, 80) * 3 // 4
+    trained(tmp_path, (80, 20, 80, 79), budget)
+    trained(tmp_path, (20, 24, 22, 26), budget)  # within it as they are
+
+
+def test_a_batch_that_cannot_fit_gets_the_lowest_peak(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="larger than those planned for, and gets the lowest peak: .* needs"):
+        module, callback, peaks = trained(tmp_path, (20, 400, 20, 500), plain_peak(tmp_path, 30))
+    assert module.steps == 4
+    assert callback.result is not None
+    assert callback.result.plan.num_recomputed > 0
+    assert peaks[1] < plain_peak(tmp_path, 400)
+
+
+def test_after_some_plans_the_last_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "_MOST_PLANS", 1)
+    budget = plain_peak(tmp_path, 80) * 3 // 4
+    with pytest.warns(UserWarning, match="1 larger and larger batches.*Remedy: train on the largest batch first"):
+        module, _, _ = trained(tmp_path, (20, 60, 80, 81), budget)
+    assert module.steps == 4
+
+
+def test_a_step_that_cannot_be_tried_goes_on_by_the_plan_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise StepFailedError from ValueError("the user's")
+
+    monkeypatch.setattr(module_under_test, "find", fails)
+    rewritten: list[bool] = []
+
+    class Watching(Reader):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            rewritten.append("forward" in vars(self.net))
+            return super().training_step(batch, batch_idx)
+
+    callback = Rematerialization("periodic", memory_budget="75%", batch_size="keep")
+    with pytest.warns(UserWarning, match="cannot plan anew for a larger batch.*ValueError.*the user's"):
+        run(tmp_path, seeded(lambda: Watching(20, 60, 80)), callback, max_epochs=1, max_steps=-1)
+    assert rewritten[-2:] == [True, True]
+
+
+def test_an_error_on_the_way_leaves_the_plan_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module_under_test, "find", fails)
+    module = seeded(lambda: Reader(20, 60))
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, module, Rematerialization("periodic", memory_budget="75%", batch_size="keep"), max_epochs=1)
+    assert "forward" not in vars(module.net)
