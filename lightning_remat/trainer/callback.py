@@ -34,6 +34,7 @@ from .planning import check_first_size, fits_stored, planned
 from .private_api import (
     before_first_step,
     before_steps,
+    leave_out_module_names,
     logging_step,
     should_log,
     tap_loaders,
@@ -138,6 +139,9 @@ class Rematerialization(Callback):
                 f"Rematerialization: {name} has no effect with batch_size={self.settings.batch_size!r} and "
                 f"memory_budget={self.settings.memory_budget!r}"
             )
+        if (undo := leave_out_module_names(trainer)) is not None:
+            self._undo.callback(undo)
+            rank_zero_info("Rematerialization: PyTorchProfiler records no module names, which would divide forwards")
         move_before_tuners(trainer, self)
         self.result, self._clock, self._readings, self._left_alone_because = None, None, [], None
         self._tap = LoaderTap(trainer, self.settings)

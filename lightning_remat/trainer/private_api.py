@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
@@ -375,6 +376,21 @@ def set_initial_hparams(holder: Any, name: str, value: Any) -> None:
     """Overwrites a hyperparameter in what the loggers will record, if it is there."""
     if is_initial_hparam(holder, name):
         holder._hparams_initial[name] = value
+
+
+def leave_out_module_names(trainer: Trainer) -> Undo | None:
+    """Keeps a `PyTorchProfiler` from hooks on every submodule, each of which would divide the forward of its parents.
+
+    Returns:
+        What undoes it; None where it has none.
+    """
+    profiler = cast(Any, trainer).profiler
+    if not isinstance(profiler, PyTorchProfiler) or not profiler._record_module_names:
+        return None
+    if profiler._register is not None:
+        profiler._register.__exit__(None, None, None)
+    profiler._record_module_names = False
+    return partial(setattr, profiler, "_record_module_names", True)
 
 
 def tap_loaders(strategy: Strategy, tap: Callable[[object], object]) -> Undo:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from remat_runs import Classifier, Images, network, run, seeded
 from torch import Tensor, nn
@@ -107,6 +108,16 @@ def test_run_is_bit_identical(tmp_path: Path, factory: Any, options: dict[str, A
 def test_validation_and_sanity_check_are_untouched(tmp_path: Path) -> None:
     data = DataLoader(Images(16), batch_size=8)
     assert_same_run(tmp_path, fit={"val_dataloaders": data}, val_check_interval=2, num_sanity_val_steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*PyTorch Profiler default schedule.*")
+def test_a_profiler_of_pytorchs_does_not_divide_the_forward(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    callback = assert_same_run(tmp_path, profiler=profiler)
+    assert callback.result is not None
+    assert callback.result.step.keys == ("net",)
+    assert vars(profiler)["_record_module_names"]
 
 
 def test_measured_peak_is_within_the_budget_and_predicted_beside_it(tmp_path: Path) -> None:
