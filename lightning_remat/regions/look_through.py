@@ -23,6 +23,7 @@ from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from .calls import Call, Moment, Part, View
+from .phases import Backwards, alive_together
 from .saved_between import SavedBetween
 from .transforms import hooks_outside_transforms
 
@@ -45,6 +46,7 @@ def look_through(
     differentiating: Callable[[], object] | None = None,
     again_after: tuple[type[Exception], ...] = (),
     is_known_to_differentiate: bool = False,
+    backwards: Backwards | None = None,
 ) -> View:
     """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
@@ -53,6 +55,8 @@ def look_through(
     `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
     so a step that does not fit can be looked through. Only one that differentiates by itself fails at that, and is run
     once more with all that it saves, from the state that the first run began with.
+
+    Of calls between which a backward lies, those are left out that others stand for (see `alive_together`).
 
     Args:
         root: The module whose submodules are watched; all processes that share it run its steps together.
@@ -63,6 +67,7 @@ def look_through(
         differentiating: What is run the second time, where that is something else.
         again_after: Errors after which it is run a second time, besides that of a derivative of which nothing is saved.
         is_known_to_differentiate: Whether the first run is left out.
+        backwards: Is told by the step where a backward would run that is left out.
 
     Raises:
         NoCallError: The step makes no such call.
@@ -72,7 +77,7 @@ def look_through(
     def run(step: Callable[[], object], *, holds: bool) -> View:
         def look() -> View:
             with undone():
-                return _look_through(root, step, modules, holds=holds)
+                return _look_through(root, step, modules, backwards or Backwards(), holds=holds)
 
         return together(root, look, is_out_of_memory)
 
@@ -84,7 +89,9 @@ def look_through(
     return run(differentiating or step, holds=True)
 
 
-def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, *, holds: bool) -> View:
+def _look_through(
+    root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, backwards: Backwards, *, holds: bool
+) -> View:
     names = {m: name for name, m in reversed(submodules(root))}
     divided, whole = _divided(modules)
     in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
@@ -93,14 +100,22 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
     share_forwards(m for m in watched if m in gathered)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
-    between = SavedBetween([*root.parameters(), *root.buffers()])
+    owned = [*root.parameters(), *root.buffers()]
+    phases = [SavedBetween(owned)]
+    backwards.have_run = False
+
+    def phase() -> int:
+        if backwards.have_run:
+            backwards.have_run = False
+            phases.append(SavedBetween(owned))
+        return len(phases) - 1
 
     moments: list[Moment] = []
 
     def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
         moments.append(Moment(module, next(top.clock), True, has_gradient))
-        between.own(module.parameters())  # as gathered, which are others than the shards
+        phases[-1].own(module.parameters())  # as gathered, which are others than the shards
 
     def end_unit(module: nn.Module, args: Any, output: Any) -> None:
         del args, output
@@ -108,6 +123,7 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = len(frames) == 1
+        top.phase = phase() if is_outermost else top.phase
         frames.append(frames[-1].call(module, args, kwargs, is_outermost=is_outermost))
         if is_outermost and module in gathered and torch.is_grad_enabled():
             frames[-1].part = _captured_now(module, args, kwargs)
@@ -121,8 +137,9 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
     def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
         if len(frames) > 1 or not torch.is_grad_enabled():
             return graph.module(*values)
-        owned = {id(t) for t in (*module.parameters(), *module.buffers())}
-        args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in owned)
+        held = {id(t) for t in (*module.parameters(), *module.buffers())}
+        args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in held)
+        top.phase = phase()
         frames.append(top.call(module, args, {}, is_outermost=True))
         frames[-1].part = Part(graph, values)
         output = graph.module(*values)
@@ -131,8 +148,14 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
 
     def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
-            between.note(tensor, [storage for frame in top.children for storage in frame.outputs])
+            phases[phase()].note(tensor, [storage for frame in top.children for storage in frame.outputs])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
+
+    def unpack(held: Tensor | None) -> Tensor:
+        if held is None:
+            raise _NothingHeldError("it differentiates within its forward, where nothing is held")
+        backwards.asked(create_graph=torch.is_grad_enabled())
+        return held
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
 
@@ -149,20 +172,26 @@ def _look_through(root: nn.Module, step: Callable[[], object], modules: Sequence
         # The graph that the step has made holds the hooks, and through them what is noted here.
         undo.callback(frames.clear)
         undo.callback(top.children.clear)
-        with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, _unpack):
+        with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, unpack):
             step()
-        calls = _chosen_calls(top, root, names, watched, modules)
-        saved_bytes = between.bytes_beside(t for call in calls for t in tensors_in((call.args, call.kwargs)))
+        chosen = _chosen(top, names, watched, modules, root)
+        if not moments:
+            together = alive_together((frame.phase, frame.what, frame.args, frame.kwargs) for frame in chosen)
+            chosen = [frame for frame in chosen if frame.phase in together]
+        calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
+        inputs = tensors_in([(call.args, call.kwargs) for call in calls])
+        kept = {frame.phase for frame in chosen}
+        saved_bytes = sum(between.bytes_beside(inputs) for k, between in enumerate(phases) if k in kept)
     return View(calls, saved_bytes, tuple(moments), differentiates=holds)
 
 
-def _chosen_calls(
+def _chosen(
     top: _Frame,
-    root: nn.Module,
     names: dict[nn.Module, str],
     watched: Sequence[nn.Module],
     modules: Sequence[Any] | None,
-) -> list[Call]:
+    root: nn.Module,
+) -> list[_Frame]:
     chosen = [frame for frame in top.children if frame.is_differentiable]
     if modules is None:
         chosen = [_through(frame) for frame in chosen if frame.is_trainable]
@@ -172,7 +201,7 @@ def _chosen_calls(
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
         )
-    return [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
+    return chosen
 
 
 def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
@@ -222,12 +251,6 @@ class _NothingHeldError(TraceError):
     """The step differentiates within its forward."""
 
 
-def _unpack(held: Tensor | None) -> Tensor:
-    if held is None:
-        raise _NothingHeldError("it differentiates within its forward, where nothing is held")
-    return held
-
-
 class _Frame:
     """A call on the stack of calls, with the watched calls inside it.
 
@@ -245,13 +268,19 @@ class _Frame:
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
+        self.phase = 0
+
+    @property
+    def what(self) -> tuple[nn.Module, CapturedGraph | None]:
+        """What is called: a module, or one of the graphs of its forward."""
+        return self.module, self.part and self.part.graph
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
         mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
         is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
         holds = is_outermost or is_handed_on
         frame = _Frame(module, args if holds else (), kwargs if holds else {})
-        frame.is_handed_on, frame.tick = is_handed_on, next(self.clock)
+        frame.is_handed_on, frame.tick, frame.phase = is_handed_on, next(self.clock), self.phase
         self.children.append(frame)
         return frame
 

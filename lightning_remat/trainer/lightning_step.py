@@ -40,6 +40,7 @@ from ..regions.footprint import (
 )
 from ..regions.gathering import gathering_of
 from ..regions.look_through import look_through
+from ..regions.phases import Backwards
 from . import ranks
 from .buckets import buckets_of
 from .loaders import common_batch_size, keeps_last_batch, num_samples_in
@@ -166,7 +167,7 @@ class LightningTrial:
         Raises:
             StepFailedError: The step raises.
         """
-        trainer, index = self.trainer, self.batch_idx
+        trainer, index, backwards = self.trainer, self.batch_idx, Backwards()
 
         @contextmanager
         def prepared() -> Generator[None]:
@@ -175,7 +176,7 @@ class LightningTrial:
                 yield
 
         def step() -> None:
-            with without_optimization(trainer), _told_apart():
+            with without_optimization(trainer, backwards.asked), _told_apart():
                 run_training_step(trainer, self.batch_of(batch_size), index)
 
         def differentiating() -> None:
@@ -190,6 +191,7 @@ class LightningTrial:
             differentiating=differentiating,
             again_after=(StepFailedError,),
             is_known_to_differentiate=self.differentiates,
+            backwards=backwards,
         )
         self.differentiates = view.differentiates
         return view

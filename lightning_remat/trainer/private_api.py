@@ -185,9 +185,9 @@ def _without_steps(trainer: Trainer) -> Generator[None]:
 
 
 @contextmanager
-def without_optimization(trainer: Trainer) -> Generator[None]:
-    """Backwards that a manual `training_step` asks for do nothing in the block, optimizers only run their closure."""
-    with _without_steps(trainer), _replaced(trainer.strategy, backward=_ignore):
+def without_optimization(trainer: Trainer, backward: Callable[..., None]) -> Generator[None]:
+    """In the block `backward` runs where a manual `training_step` asks for one; optimizers only run their closure."""
+    with _without_steps(trainer), _replaced(trainer.strategy, backward=backward):
         yield
 
 
