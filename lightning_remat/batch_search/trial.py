@@ -206,7 +206,7 @@ def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
         The rewritten modules.
     """
     view = trial.look_through(batch_size, list(step.plans))
-    rewritten = install_parts(programs_of(view.calls, step.plans), step.plans)
+    rewritten = install_parts(programs_of(view.calls, step.plans), step.plans, headroom_bytes=step.headroom_bytes)
     return [*rewritten, *reshard_as_planned(units_in(view), step.surroundings.gathering)]
 
 

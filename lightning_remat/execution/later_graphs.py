@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
+from operator import gt
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,12 +42,19 @@ class LaterGraphs:
     Args:
         parts: The programs of the graphs that the plan is for, and their plans.
         planner: What makes further plans.
+        headroom_bytes: What the step by these plans leaves of its budget.
     """
 
-    def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule]) -> None:
-        self.parts, self.planner = parts, planner
+    def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
+        self.parts, self.planner, self.headroom_bytes = parts, planner, headroom_bytes
+        self._sizes: dict[CapturedGraph, list[int]] = {}  # of those with plans of their own
         self._num_plans = 0
         self._has_warned = False
+
+    def is_outgrown(self, graph: CapturedGraph, values: list[Any]) -> bool:
+        """Whether a graph that was looked at before runs on something larger now."""
+        sizes = self._sizes.get(graph)
+        return sizes is not None and any(map(gt, _sizes_in(values), sizes))
 
     def program_for(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations."""
@@ -60,10 +68,9 @@ class LaterGraphs:
                 if found is not None and is_alike(found, program.traced):
                     return compile_schedule(found, plan.schedule, plan.graph)
             assert traced is not None
+            self._sizes[graph] = _sizes_in(values)
             costs = profile_call(traced, values, given, repeats=1)
-            # Nothing is run to measure this one: its prediction is taken to be off by the same factor as theirs.
-            predicted = [(plan, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
-            budget_bytes = max(plan.budget_bytes * peak // max(1, plan.peak_bytes) for plan, peak in predicted)
+            budget_bytes = self._allowed_bytes()
             if simulate(costs, keep_everything(costs)).peak_bytes <= budget_bytes:
                 return None
             if self._num_plans == _MOST_PLANS:
@@ -82,6 +89,14 @@ class LaterGraphs:
                 )
             self._has_warned = True
             return None
+
+    def _allowed_bytes(self) -> int:
+        """What a graph may need in the place of one of the known ones, so that the step stays within its budget.
+
+        Nothing is run to measure it: its prediction is taken to be off by the same factor as theirs.
+        """
+        known = [(plan.peak_bytes, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
+        return max((peak + self.headroom_bytes) * predicted // max(1, peak) for peak, predicted in known)
 
     def _planned(self, costs: Graph, expected_bytes: int) -> Plan:
         """A plan for a graph that is expected to have so much; the lowest one where that is a little too strict.
@@ -102,6 +117,11 @@ class LaterGraphs:
             return tensors_in(call[1:])
         owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
         return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
+
+
+def _sizes_in(values: list[Any]) -> list[int]:
+    """The sizes that may change from call to call, of which TorchDynamo makes inputs."""
+    return [value for value in values if type(value) is int]
 
 
 def is_worth(plan: Plan) -> bool:

@@ -41,6 +41,7 @@ class _Rewritten:
             have programs of their own.
         planner: What makes further plans, for graphs that TorchDynamo captures later.
         left: Graphs that were captured before and stay as they are.
+        headroom_bytes: What the step by these plans leaves of its budget.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class _Rewritten:
         parts: Sequence[Part] = (),
         planner: str | Callable[..., Schedule] = "auto",
         left: Iterable[CapturedGraph] = (),
+        headroom_bytes: int = 0,
     ) -> None:
-        self.plan, self.parts, self._later = plan, parts, LaterGraphs(parts, planner)
+        self.plan, self.parts, self._later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
@@ -69,9 +71,9 @@ class _Rewritten:
         return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
-        if graph not in self.programs:
+        if graph not in self.programs or self._later.is_outgrown(graph, values):
             with self._lock:
-                if graph not in self.programs:
+                if graph not in self.programs or self._later.is_outgrown(graph, values):
                     self.programs[graph] = self._finished(self._later.program_for(call, graph, values))
         program = self.programs[graph]
         if program is None:
@@ -100,7 +102,8 @@ def install(module: nn.Module, program: Program, plan: Plan, planner: str | Call
 
 def forced(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
     """Puts the program in the place of the module's forward even if it recomputes nothing, to measure its cost."""
-    _put(module, _Rewritten(plan, [(program, plan)], planner))
+    headroom = max(0, plan.budget_bytes - plan.peak_bytes)
+    _put(module, _Rewritten(plan, [(program, plan)], planner, headroom_bytes=headroom))
 
 
 def _put(module: nn.Module, state: _Rewritten) -> None:
@@ -156,6 +159,7 @@ def install_parts(
     plans: Mapping[str, Plan],
     planner: str | Callable[..., Schedule] = "auto",
     left: Iterable[CapturedGraph] = (),
+    headroom_bytes: int = 0,
 ) -> list[nn.Module]:
     """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
@@ -164,6 +168,7 @@ def install_parts(
         plans: Region → its plan.
         planner: Makes further plans, for graphs that are captured later.
         left: Graphs that stay as they are, as their programs would not be worth it or there are none.
+        headroom_bytes: What the step by these plans leaves of its budget.
 
     Returns:
         The modules that are rewritten.
@@ -174,7 +179,7 @@ def install_parts(
     rewritten = {m: own for m, own in parts.items() if any(is_worth(plan) for _, plan in own)}
     for m, own in rewritten.items():
         restore(m)
-        _put(m, _Rewritten(own[0][1], own, planner, left))
+        _put(m, _Rewritten(own[0][1], own, planner, left, headroom_bytes))
     return list(rewritten)
 
 
@@ -196,7 +201,7 @@ def install_regions(
     """
     assert plan.step is not None
     restore(module)
-    install_parts(programs, plan.step.plans, planner, left)
+    install_parts(programs, plan.step.plans, planner, left, plan.step.headroom_bytes)
     own: _Rewritten | None = vars(module).get(_STATE)
     if own is None:
         vars(module)[_STATE] = _Rewritten(plan)

@@ -186,6 +186,11 @@ class StepPlan:
         return self.timeline.peak_bytes
 
     @property
+    def headroom_bytes(self) -> int:
+        """What the planned step leaves of its budget."""
+        return max(0, self.budget_bytes - self.predicted_peak_bytes)
+
+    @property
     def plain_peak_bytes(self) -> int:
         """The peak of the step without recomputation."""
         return self.plain_timeline.peak_bytes

@@ -249,3 +249,14 @@ def test_graphs_that_fit_as_they_are_need_no_plans_and_leave_those_to_others() -
     assert len(programs_in(module)) == 1
     module(X, 11).sum().backward()
     assert len(programs_in(module)) == 2
+
+
+@pytest.mark.slow
+def test_a_graph_that_fits_a_small_input_as_it_is_is_planned_once_it_gets_a_large_one() -> None:
+    module = OfAnyDepth()
+    rematerialize(module, X, 12, memory_budget="75%", planner="periodic")
+    for size in (4, 8):  # the second has a graph for all sizes
+        module(X[:size], 11).sum().backward()
+    assert len(programs_in(module)) == 1
+    module(X, 11).sum().backward()
+    assert len(programs_in(module)) == 2
