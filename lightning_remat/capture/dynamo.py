@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import re
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
@@ -59,6 +63,9 @@ if torch.__version__ < "2.13":  # a parameter that is frozen meanwhile would not
 
 _MOST_GRAPHS = 16
 """Of one module, before it is captured no more."""
+
+_RESUMED = re.compile(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(.*)_at_(\d+)")
+"""What TorchDynamo calls the rest of a function behind a break: the function's name, and a line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -254,9 +261,22 @@ class _Capturing:
         self._capture, self._settings = capture, settings
         self._torchdynamo_orig_backend = capture._torchdynamo_orig_backend  # by which it tells captures apart
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         with self._settings():
-            return self._capture(*args, **kwargs)
+            found = self._capture(frame, *args, **kwargs)
+        if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
+            warnings.warn(_exhausted(frame.f_code), stacklevel=2)
+        return found
+
+
+def _exhausted(code: types.CodeType) -> str:
+    """What is told of code that is captured no more; a forward that must be one graph raises in its place."""
+    resumed = _RESUMED.fullmatch(code.co_name)
+    name, line = resumed.groups() if resumed is not None else (code.co_name, code.co_firstlineno)
+    return (
+        f"{name} runs without rematerialization from {code.co_filename}:{line} on where it does something new: it has "
+        f"done so {_MOST_GRAPHS} times. Remedy: keep what changes from step to step out of it"
+    )
 
 
 # Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.

@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -238,3 +239,24 @@ def test_a_part_that_stays_as_it_is_has_no_activations_to_put_apart_and_is_not_n
     assert made.peak_bytes <= caught.value.minimum_bytes
     assert any(reason.startswith("[1]: ") for reason in made.reasons)  # told once; a warning would fail this test
     assert "something new" not in caplog.text
+
+
+class Cropped(nn.Module):
+    """Behind a break, it is another constant at every step of which part of the input it makes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.rest = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = int(x.shape[1] * (1 - np.random.uniform(0.4, 0.8)))  # noqa: NPY002
+        return self.rest(self.first(x)[:, :length])
+
+
+@pytest.mark.slow
+def test_what_runs_plain_behind_a_break_after_sixteen_captures_is_told() -> None:
+    module, x = Cropped(), torch.randn(8, 64, 64)
+    assert rematerialize(module, x, memory_budget="70%", planner="periodic").rung == "regions"
+    with pytest.warns(UserWarning, match=r"^forward runs without rematerialization from .*\.py:\d+ on .* 16 times"):
+        [module(x).sum().backward() for _ in range(24)]
