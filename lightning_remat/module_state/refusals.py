@@ -21,6 +21,7 @@ REMEDIES = {
         "its parameters are flat and hidden from its forward; shard with torch.distributed.fsdp.fully_shard instead"
     ),
     "torch._dynamo.eval_frame.OptimizedModule": "rematerialize the module that was compiled (module._orig_mod) instead",
+    "lightning.fabric.wrappers._FabricModule": "rematerialize the module given to `fabric.setup`, before or after",
     "torch.jit._script.ScriptModule": "rematerialize the module before it is compiled by torch.jit",
 }
 """Classes by their dotted names, so that none has to be imported, and what to do instead."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from rewriting import counted_runs, recomputing_copy, rewrite
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -184,6 +185,14 @@ class TestCompilers:
     def test_a_compiled_module_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"OptimizedModule.*Remedy"):
             rematerialize(torch.compile(chain(), backend="eager"), X, memory_budget="90%")
+
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    def test_what_fabric_made_is_refused_and_what_it_was_given_is_not(self, precision: Any) -> None:
+        module = chain()
+        wrapped = Fabric(accelerator="cpu", devices=1, precision=precision).setup_module(module)
+        with pytest.raises(ValueError, match=r"_FabricModule.*Remedy: rematerialize the module given to"):
+            rematerialize(wrapped, X, memory_budget="90%", planner="periodic")
+        assert rematerialize(module, X, memory_budget="90%", planner="periodic").num_recomputed
 
 
 @pytest.mark.slow
