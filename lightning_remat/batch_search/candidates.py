@@ -21,6 +21,9 @@ _TIGHTER, _MUCH_TIGHTER = 0.85, 0.5
 _ABOVE_LOWEST = 1.02
 """Of the lowest peak; a planner that has a little room is far faster than one at its floor."""
 
+_MOST_REASONS = 3
+"""Why parts are not planned that an error tells."""
+
 _MOST_QUESTIONS = 3
 """Sizes near the largest for which the planner is asked; a thorough planner takes seconds for each."""
 
@@ -280,9 +283,12 @@ class CandidateSearch:
         node = self.error.node if self.error is not None else None
         because = smallest.reason if node is None else f"because of node {node!r}"
         planned_for = "" if self.tight == 1.0 else f" ({self.tight:.0%} of it planned for, as a step needed too much)"
+        left = "".join(f"\n  {reason}" for reason in self.model.reasons[:_MOST_REASONS])
+        not_planned = f"\nParts of the step are not planned:{left}" if left else ""
         return InfeasibleBudgetError(
             f"no plan fits: the training step needs {format_bytes(smallest.predicted_peak_bytes)} at batch size "
-            f"{smallest.batch_size}, budget {format_bytes(budget)}{planned_for}: {because}. {self._remedies()}",
+            f"{smallest.batch_size}, budget {format_bytes(budget)}{planned_for}: {because}. {self._remedies()}"
+            f"{not_planned}",
             minimum_bytes=smallest.predicted_peak_bytes,
             budget_bytes=budget,
             node=node,

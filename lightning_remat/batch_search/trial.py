@@ -97,6 +97,7 @@ class StepModel:
         around: What is alive beside the regions at the one or two sizes.
         excess: What measured steps needed beyond the profile's prediction, batch size → bytes, the last one last.
         apart: Regions that may run out of place, where a plan needs that; None until they are asked for.
+        reasons: Why parts of the step are no regions, a sentence each.
     """
 
     keys: tuple[str, ...]
@@ -105,6 +106,7 @@ class StepModel:
     around: tuple[Surroundings, ...]
     excess: dict[int, int] = field(default_factory=dict[int, int])
     apart: dict[str, Profile] | None = None
+    reasons: tuple[str, ...] = ()
 
     @property
     def line(self) -> Line | None:
@@ -159,12 +161,14 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
     profiles: list[dict[str, Graph]] = []
     around: list[Surroundings] = []
     keys: list[tuple[str, ...]] = []
+    reasons: dict[str, None] = {}
     for size in sizes:  # one at a time: a call holds its batch
         regions = find_regions(partial(trial.look_through, size), None)
         if not regions.traced:
             raise TraceError(f"nothing that the training step calls can be rematerialized:{regions.tried}")
         for reason in regions.reasons:
             logger.info("%s", reason)
+        reasons |= dict.fromkeys(regions.reasons)
         keys.append(tuple(call.name for call in regions.view.calls))
         profiles.append(regions.profiled(with_scratch=with_scratch))
         around.append(trial.surroundings(regions.view, size))
@@ -173,7 +177,7 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
             f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}: give a fixed "
             "batch_size"
         )
-    return StepModel(keys[0], tuple(sizes), _joined(sizes, profiles), tuple(around))
+    return StepModel(keys[0], tuple(sizes), _joined(sizes, profiles), tuple(around), reasons=tuple(reasons))
 
 
 def with_apart(trial: Trial, model: StepModel, *, with_scratch: bool) -> StepModel:

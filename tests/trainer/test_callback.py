@@ -248,6 +248,28 @@ def test_infeasible_budget_names_what_it_needs_and_leaves_everything_as_it_was(t
     assert all(p.grad is None for p in module.parameters())
 
 
+class Divided(nn.Module):
+    """Breaks between its halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([network(depth=2)[:-3], nn.Sequential(nn.Flatten(), nn.LazyLinear(5))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.halves
+        h = first(x)
+        torch._dynamo.graph_break()
+        return second(h)
+
+
+@pytest.mark.slow
+def test_an_infeasible_budget_tells_what_is_not_planned(tmp_path: Path) -> None:
+    net = Divided()
+    net(torch.zeros(1, 3, 16, 16))
+    with pytest.raises(InfeasibleBudgetError, match=r"(?s)Remedies: .*\nParts of the step are not planned:\n  net: "):
+        run(tmp_path, seeded(lambda: Classifier(net)), remat(memory_budget="20%"), max_steps=1)
+
+
 def test_on_infeasible_plain_trains_the_plain_model(tmp_path: Path) -> None:
     callback = remat(memory_budget="200KiB", on_infeasible="plain")
     module = seeded()
