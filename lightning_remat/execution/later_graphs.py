@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from operator import gt
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
-from ..errors import InfeasibleBudgetError, TraceError
+from ..errors import TraceError
 from ..lowering import keep_everything
 from ..module_state.nesting import tensors_in
 from ..plans.plan import Plan
-from ..plans.planner import plan as make_plan
+from ..plans.region_options import Asking, owning_nothing
+from ..plans.step_memory import RegionPeaks
 from ..profiling.profiler import profile_call
-from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.simulator import simulate
 from .program import Program, compile_schedule
 
 logger = logging.getLogger("lightning_remat")
@@ -43,13 +43,21 @@ class LaterGraphs:
         parts: The programs of the graphs that the plan is for, and their plans.
         planner: What makes further plans.
         headroom_bytes: What the step by these plans leaves of its budget.
+
+    Attributes:
+        parameters: Of each graph that has run, by their identities.
     """
 
     def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
         self.parts, self.planner, self.headroom_bytes = parts, planner, headroom_bytes
+        self.parameters: dict[CapturedGraph, frozenset[int]] = {}
         self._sizes: dict[CapturedGraph, list[int]] = {}  # of those with plans of their own
         self._num_plans = 0
         self._has_warned = False
+
+    def note(self, graph: CapturedGraph, values: list[Any]) -> None:
+        """A graph runs for the first time."""
+        self.parameters[graph] = frozenset(id(v) for v in values if isinstance(v, nn.Parameter))
 
     def is_outgrown(self, graph: CapturedGraph, values: list[Any]) -> bool:
         """Whether a graph that was looked at before runs on something larger now."""
@@ -68,10 +76,13 @@ class LaterGraphs:
                 if found is not None and is_alike(found, program.traced):
                     return compile_schedule(found, plan.schedule, plan.graph)
             assert traced is not None
+            if not traced.operations:
+                return None
             self._sizes[graph] = _sizes_in(values)
             costs = profile_call(traced, values, given, repeats=1)
-            budget_bytes = self._allowed_bytes()
-            if simulate(costs, keep_everything(costs)).peak_bytes <= budget_bytes:
+            asking = Asking(owning_nothing(costs), self.planner)
+            plain, limits = asking.option(keep_everything(costs)), self._limits(graph)
+            if plain.peaks.most_bytes <= limits.most_bytes and plain.peaks.held_bytes <= limits.held_bytes:
                 return None
             if self._num_plans == _MOST_PLANS:
                 raise TraceError(
@@ -79,9 +90,11 @@ class LaterGraphs:
                     "its forward"
                 )
             self._num_plans += 1
-            plan = self._planned(costs, budget_bytes)
-            logger.info("%s does something new and is planned anew: %s", name, format_bytes(plan.peak_bytes))
-            return compile_schedule(traced, plan.schedule, plan.graph) if is_worth(plan) else None
+            planned = asking.answer(limits.most_bytes, max(0, limits.most_bytes - limits.held_bytes))
+            if planned is None or planned.schedule == plain.schedule:
+                return None
+            logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
+            return compile_schedule(traced, planned.schedule, costs)
         except ValueError as error:  # what a planner of the user's proposes too
             if not self._has_warned:
                 warnings.warn(
@@ -90,26 +103,23 @@ class LaterGraphs:
             self._has_warned = True
             return None
 
-    def _allowed_bytes(self) -> int:
-        """What a graph may need in the place of one of the known ones, so that the step stays within its budget.
+    def _limits(self, graph: CapturedGraph) -> RegionPeaks:
+        """What a graph may need, and hold, in the place of a known one, so that the step stays within its budget.
 
-        Nothing is run to measure it: its prediction is taken to be off by the same factor as theirs.
+        That is the one with which it shares most parameters. Others may do something new as well, and have their share
+        of what is left.
         """
-        known = [(plan.peak_bytes, plan.peak_bytes - plan.correction_bytes) for _, plan in self.parts]
-        return max((peak + self.headroom_bytes) * predicted // max(1, peak) for peak, predicted in known)
+        shared = [len(self.parameters[graph] & self._parameters_of(program)) for program, _ in self.parts]
+        known = [plan for (_, plan), n in zip(self.parts, shared, strict=True) if n == max(shared)]
+        options = [Asking(owning_nothing(plan.graph), self.planner).option(plan.schedule) for plan in known]
+        if len(self.parts) == 1:  # nothing runs beside it
+            options = [replace(o, peaks=replace(o.peaks, held_bytes=o.peaks.most_bytes)) for o in options]
+        figures = [(o.peaks.forward_bytes, o.peaks.backward_bytes, o.peaks.held_bytes) for o in options]
+        headroom = self.headroom_bytes // len(self.parts)
+        return RegionPeaks(*(max(some) + headroom for some in zip(*figures, strict=True)))
 
-    def _planned(self, costs: Graph, expected_bytes: int) -> Plan:
-        """A plan for a graph that is expected to have so much; the lowest one where that is a little too strict.
-
-        Raises:
-            InfeasibleBudgetError: Even that exceeds what the first graphs had.
-        """
-        try:
-            return make_plan(costs, expected_bytes, self.planner)
-        except InfeasibleBudgetError as error:
-            if error.minimum_bytes > max(plan.budget_bytes for _, plan in self.parts):
-                raise
-            return make_plan(costs, error.sufficient_bytes, self.planner)
+    def _parameters_of(self, program: Program) -> frozenset[int]:
+        return self.parameters.get(cast(CapturedGraph, program.traced.captured), frozenset())
 
     def _given(self, call: Call, values: list[Any]) -> list[Tensor]:
         """The tensors that come into a graph: the call's, or any that the module does not hold."""

@@ -71,6 +71,8 @@ class _Rewritten:
         return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
+        if graph not in self._later.parameters:
+            self._later.note(graph, values)
         if graph not in self.programs or self._later.is_outgrown(graph, values):
             with self._lock:
                 if graph not in self.programs or self._later.is_outgrown(graph, values):

@@ -1,11 +1,13 @@
-"""What a part does for the first time while it trains is planned by the planner that was asked for."""
+"""What a part does for the first time while it trains is planned by the planner that was asked for, in its budget."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from training_steps import step_peak
 
+from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import PLANNERS, Graph, Schedule, rematerialize
 
 
@@ -48,3 +50,13 @@ def test_the_users_planner_plans_what_a_part_does_later() -> None:
     module.first.is_on = True
     module(x).sum().backward()
     assert planned
+
+
+@pytest.mark.slow
+def test_parts_that_all_do_something_new_stay_within_the_budget_together() -> None:
+    module, x = Divided(), torch.randn(512, 32)
+    plan = rematerialize(module, x, memory_budget="60%")
+    assert step_peak(module, x) - LOSS_BYTES <= plan.budget_bytes
+    module.first.is_on = module.second.is_on = True
+    module(x).sum().backward()
+    assert step_peak(module, x) - LOSS_BYTES <= plan.budget_bytes
