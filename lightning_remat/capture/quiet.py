@@ -2,7 +2,8 @@
 
 It asks every input whether it has a gradient, of which PyTorch warns, and users may want warnings to be errors; where a
 forward asks for a value, it advises a setting, and where it calls what cannot be captured, how to report that; where
-something runs as it is, it logs why at length, which is told to who sets `TORCH_LOGS`. torch 2.11 moreover makes
+something runs as it is, it logs why at length, which is told to who sets `TORCH_LOGS`; so is, with a traceback, what an
+operation does not do on fake tensors. torch 2.11 moreover makes
 objects of functions of autograd, of which PyTorch warns, and notes its settings of each capture as JSON, of which
 functions are none, so that it logs an error.
 """
@@ -42,21 +43,25 @@ class _Unwarned:
                 cast("list[Any]", warnings.filters).remove(made)
 
 
-_LOGGER = logging.getLogger("torch._dynamo.convert_frame")
-
-
-def _is_for_others(record: logging.LogRecord) -> bool:
-    return not captures_here() or record.levelno > logging.WARNING or _LOGGER.isEnabledFor(logging.DEBUG)
-
-
 class _Unlogged:
-    """What a capture logs is filtered."""
+    """What a capture logs is filtered.
+
+    Args:
+        logger: The name of what logs.
+        most: The highest level that nobody is to hear.
+    """
+
+    def __init__(self, logger: str, most: int) -> None:
+        self._logger, self._most = logging.getLogger(logger), most
 
     def make(self) -> None:
-        _LOGGER.addFilter(_is_for_others)
+        self._logger.addFilter(self._is_for_others)
 
     def undo(self) -> None:
-        _LOGGER.removeFilter(_is_for_others)
+        self._logger.removeFilter(self._is_for_others)
+
+    def _is_for_others(self, record: logging.LogRecord) -> bool:
+        return not captures_here() or record.levelno > self._most or self._logger.isEnabledFor(logging.DEBUG)
 
 
 def _to_others(warn: Callable[..., None]) -> Callable[..., None]:
@@ -69,7 +74,8 @@ def _to_others(warn: Callable[..., None]) -> Callable[..., None]:
 
 CHANGES = [
     _Unwarned(),
-    _Unlogged(),
+    _Unlogged("torch._dynamo.convert_frame", logging.WARNING),
+    _Unlogged("torch._subclasses.fake_tensor", logging.ERROR),
     Exchange(utils, "warn_once", _to_others),
     Exchange(utils, "_get_dynamo_config_for_logging", lambda _: lambda: None),
     Exchange(TensorVariable, "_warn_capture_scalar_outputs", lambda _: staticmethod(lambda: None)),

@@ -57,7 +57,25 @@ class AsksForTheThread(nn.Sequential):
         return super().forward(x) * (2 if threading.get_ident() else 3)
 
 
-@pytest.mark.parametrize("kind", [nn.Sequential, AsksForAValue, RemovesAHook, AsksForTheThread])
+def doubled_without_data(x: Tensor) -> Tensor:
+    raise RuntimeError("it needs data")
+
+
+LIBRARY = torch.library.Library("remat_logging", "FRAGMENT")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.impl("doubled", lambda x: x * 2, "CPU")  # type: ignore[arg-type]
+LIBRARY.impl("doubled", doubled_without_data, "Meta")
+
+
+class FailsOnFakeTensors(nn.Sequential):
+    """Calls an operation that knows nothing of tensors without data, of which PyTorch logs a traceback."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + torch.ops.remat_logging.doubled(y.detach())
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, AsksForAValue, RemovesAHook, AsksForTheThread, FailsOnFakeTensors])
 def test_a_capture_says_nothing(kind: type[nn.Sequential], caplog: pytest.LogCaptureFixture) -> None:
     module, x = kind(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2))), torch.randn(64, 8)
     rematerialize(module, x, memory_budget="100%")
