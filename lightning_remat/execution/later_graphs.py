@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from operator import gt
 from typing import Any, cast
@@ -65,7 +64,12 @@ class LaterGraphs:
         return sizes is not None and any(map(gt, _sizes_in(values), sizes))
 
     def program_for(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
-        """The program of a graph that was captured later: by the same plan where it has the same operations."""
+        """The program of a graph that was captured later: by the same plan where it has the same operations.
+
+        None where it runs as it is, or by the program that it has had for something smaller.
+        """
+        if graph in self._sizes:
+            self._sizes[graph] = [*map(max, self._sizes[graph], _sizes_in(values))]
         module = call[0]
         forward: CompiledForward = self.parts[0][0].traced.forward
         name, given = type(module).__name__, self._given(call, values)
@@ -78,7 +82,7 @@ class LaterGraphs:
             assert traced is not None
             if not traced.operations:
                 return None
-            self._sizes[graph] = _sizes_in(values)
+            self._sizes.setdefault(graph, _sizes_in(values))
             costs = profile_call(traced, values, given, repeats=1)
             asking = Asking(owning_nothing(costs), self.planner)
             plain, limits = asking.option(keep_everything(costs)), self._limits(graph)
@@ -112,8 +116,6 @@ class LaterGraphs:
         shared = [len(self.parameters[graph] & self._parameters_of(program)) for program, _ in self.parts]
         known = [plan for (_, plan), n in zip(self.parts, shared, strict=True) if n == max(shared)]
         options = [Asking(owning_nothing(plan.graph), self.planner).option(plan.schedule) for plan in known]
-        if len(self.parts) == 1:  # nothing runs beside it
-            options = [replace(o, peaks=replace(o.peaks, held_bytes=o.peaks.most_bytes)) for o in options]
         figures = [(o.peaks.forward_bytes, o.peaks.backward_bytes, o.peaks.held_bytes) for o in options]
         headroom = self.headroom_bytes // len(self.parts)
         return RegionPeaks(*(max(some) + headroom for some in zip(*figures, strict=True)))

@@ -76,7 +76,8 @@ class _Rewritten:
         if graph not in self.programs or self._later.is_outgrown(graph, values):
             with self._lock:
                 if graph not in self.programs or self._later.is_outgrown(graph, values):
-                    self.programs[graph] = self._finished(self._later.program_for(call, graph, values))
+                    found = self._finished(self._later.program_for(call, graph, values))
+                    self.programs[graph] = found or self.programs.get(graph)
         program = self.programs[graph]
         if program is None:
             return graph.module(*values)
