@@ -30,8 +30,8 @@ from .step_check import passes_check
 _MOST_PLANS = 8
 """That are made for larger and larger batches."""
 
-_ROOM = 0.9
-"""The part of the budget that a plan made anew may use: the next batch may be somewhat larger still."""
+_ROOM, _MOST_ROOM = 0.1, 0.3
+"""The part of the budget that a plan made anew leaves to batches that are larger still; each next one leaves more."""
 
 _POWER = 2
 """With which a step's memory grows at most: attention holds a number for each pair of positions."""
@@ -163,9 +163,10 @@ class LargerBatches:
             return find(trial, self.settings, lowest=True)
 
     def _with_room(self) -> Settings:
+        used = 1 - min(_ROOM * self._num_plans, _MOST_ROOM)
         if self.settings.counts_scratch:  # the budget is what is free, less a margin
-            return replace(self.settings, margin=1 - _ROOM * (1 - self.settings.margin))
-        return replace(self.settings, memory_budget=int(_ROOM * self.budget_bytes))
+            return replace(self.settings, margin=1 - used * (1 - self.settings.margin))
+        return replace(self.settings, memory_budget=int(used * self.budget_bytes))
 
 
 def _peak_of(result: Result) -> int:
