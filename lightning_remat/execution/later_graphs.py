@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from itertools import product
-from operator import gt
+from operator import gt, le
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..errors import TraceError
 from ..lowering import keep_everything
 from ..module_state.nesting import tensors_in
 from ..plans.plan import Plan
-from ..plans.region_options import Asking, owning_nothing
+from ..plans.region_options import Asking, Option, owning_nothing
 from ..plans.step_memory import RegionPeaks
 from ..profiling.profiler import profile_call
 from ..schedules.schedule import Schedule
@@ -86,7 +87,7 @@ class LaterGraphs:
             costs = profile_call(traced, values, given, repeats=1)
             asking = Asking(owning_nothing(costs), self.planner)
             plain, limits = asking.option(keep_everything(costs)), self._limits(graph)
-            if plain.peaks.most_bytes <= limits.most_bytes and plain.peaks.held_bytes <= limits.held_bytes:
+            if _is_within(plain.peaks, limits):
                 return None
             if self._num_plans == _MOST_PLANS:
                 raise TraceError(
@@ -94,7 +95,7 @@ class LaterGraphs:
                     "its forward"
                 )
             self._num_plans += 1
-            planned = asking.answer(limits.most_bytes, max(0, limits.most_bytes - limits.held_bytes))
+            planned = _asked(asking, limits)
             if planned is None or planned.schedule == plain.schedule:
                 return None
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
@@ -129,6 +130,20 @@ class LaterGraphs:
             return tensors_in(call[1:])
         owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
         return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
+
+
+def _is_within(peaks: RegionPeaks, limits: RegionPeaks) -> bool:
+    return all(map(le, astuple(peaks), astuple(limits)))
+
+
+def _asked(asking: Asking, limits: RegionPeaks) -> Option | None:
+    """A schedule within the limits, or the closest one that the planner has; it knows one limit for both directions."""
+    found: Option | None = None
+    for most in (limits.most_bytes, min(limits.forward_bytes, limits.backward_bytes)):
+        found = asking.answer(most, max(0, most - limits.held_bytes)) or found
+        if found is not None and _is_within(found.peaks, limits):
+            break
+    return found
 
 
 def _sizes_in(values: list[Any]) -> list[int]:

@@ -112,6 +112,7 @@ def test_validation_and_sanity_check_are_untouched(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*PyTorch Profiler default schedule.*")
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events.*")
 def test_a_profiler_of_pytorchs_does_not_divide_the_forward(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
     callback = assert_same_run(tmp_path, profiler=profiler)
