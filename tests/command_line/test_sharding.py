@@ -15,7 +15,7 @@ from lightning_remat import rematerialize
 from lightning_remat.capture.dynamo import forward_of
 from lightning_remat.command_line.command import main
 from lightning_remat.command_line.sharding import repeated_blocks
-from lightning_remat.plans import options
+from lightning_remat.plans import region_options
 from lightning_remat.regions import calls
 
 NET = "sharded_nets:Transformer"
@@ -63,7 +63,7 @@ def test_blocks_are_what_people_shard() -> None:
 
 @pytest.mark.slow
 def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> None:
-    options._options.cache_clear()
+    region_options.options_of.cache_clear()
     with one_of_many(4) as mesh, FakeTensorMode(), counted(calls, "traced_graph") as traced:
         net = shard(Transformer(), mesh=mesh)
         with counted(calls, "profile_call") as profiled:
@@ -71,7 +71,7 @@ def test_units_of_equal_structure_are_captured_profiled_and_planned_once() -> No
         assert made.num_recomputed
         assert len({forward_of(block) for block in net.stages[0]}) == 1
     assert len(traced) == len(profiled) == 1
-    assert options._options.cache_info().misses == 1
+    assert region_options.options_of.cache_info().misses == 1
 
 
 @pytest.mark.slow
