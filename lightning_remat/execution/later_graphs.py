@@ -45,19 +45,20 @@ class LaterGraphs:
         headroom_bytes: What the step by these plans leaves of its budget.
 
     Attributes:
-        parameters: Of each graph that has run, by their identities.
+        parameters: Of each graph that has run, by their names in the module.
     """
 
     def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
         self.parts, self.planner, self.headroom_bytes = parts, planner, headroom_bytes
-        self.parameters: dict[CapturedGraph, frozenset[int]] = {}
+        self.parameters: dict[CapturedGraph, frozenset[str]] = {}
         self._sizes: dict[CapturedGraph, list[int]] = {}  # of those with plans of their own
         self._num_plans = 0
         self._has_warned = False
 
-    def note(self, graph: CapturedGraph, values: list[Any]) -> None:
-        """A graph runs for the first time."""
-        self.parameters[graph] = frozenset(id(v) for v in values if isinstance(v, nn.Parameter))
+    def note(self, module: nn.Module, graph: CapturedGraph, values: list[Any]) -> None:
+        """A graph of the module runs for the first time."""
+        read = {id(v) for v in values}
+        self.parameters[graph] = frozenset(name for name, p in module.named_parameters() if id(p) in read)
 
     def is_outgrown(self, graph: CapturedGraph, values: list[Any]) -> bool:
         """Whether a graph that was looked at before runs on something larger now."""
@@ -121,7 +122,7 @@ class LaterGraphs:
         headroom = self.headroom_bytes // len(self.parts)
         return RegionPeaks(*(max(some) + headroom for some in zip(*figures, strict=True)))
 
-    def _parameters_of(self, program: Program) -> frozenset[int]:
+    def _parameters_of(self, program: Program) -> frozenset[str]:
         return self.parameters.get(cast(CapturedGraph, program.traced.captured), frozenset())
 
     def _given(self, call: Call, values: list[Any]) -> list[Tensor]:

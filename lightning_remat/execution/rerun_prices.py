@@ -107,7 +107,10 @@ def rerun_prices() -> RerunPrices:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Tiny tensors on one thread: several wait for one another, seconds long where other processes want the cores."""
+    """Tiny tensors on one thread: several wait for one another, seconds long where other processes want the cores.
+
+    OpenMP and MKL have such a number for each thread of Python; only one that begins meanwhile would take this one.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

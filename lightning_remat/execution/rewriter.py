@@ -72,7 +72,7 @@ class _Rewritten:
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self._later.parameters:
-            self._later.note(graph, values)
+            self._later.note(call[0], graph, values)
         if graph not in self.programs or self._later.is_outgrown(graph, values):
             with self._lock:
                 if graph not in self.programs or self._later.is_outgrown(graph, values):

@@ -15,7 +15,6 @@ from ..batch_search.search import find
 from ..batch_search.settings import Settings
 from ..batch_search.trial import uninstall
 from ..budget import format_bytes
-from ..devices import empty_cache
 from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import Rewriting, compile_programs
@@ -142,7 +141,6 @@ class LargerBatches:
         if not is_exact:
             self._is_over = True
             return None
-        empty_cache(trial.device)
         if self.settings.compile_stretches:
             compile_programs(modules, StretchCompiler())
         self._known.append((_Sizes.of(batch), _peak_of(result)))
