@@ -200,6 +200,7 @@ class PlainTrial:
             is_accumulating=self.is_accumulating,
             seconds=optimizer.step_seconds,
             gathering=gathering_of(view, self.gather_bandwidth),
+            order=view.order,
         )
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:

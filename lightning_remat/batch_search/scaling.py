@@ -110,6 +110,7 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         is_accumulating=large.is_accumulating,
         seconds=line.seconds(small.seconds, large.seconds, size),
         gathering=large.gathering,
+        order=large.order,
     )
 
 

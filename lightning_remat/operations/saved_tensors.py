@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -164,23 +164,28 @@ def held_tensors(results: Iterable[Tensor]) -> list[Tensor] | None:
         results: Made from leaves, outside saved-tensor hooks.
     """
     found: list[Tensor] = []
-    stack: list[Any] = [t.grad_fn for t in results]
-    seen: set[Any] = {None}
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
+    for node in nodes_below(results):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return None
-        seen.add(node)
         try:
             found += tensors_of(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             return None
-        stack += [following for following, _ in node.next_functions]
     return found
+
+
+def nodes_below(results: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of autograd's graph that lead from these tensors to the leaves."""
+    stack: list[Any] = [t.grad_fn for t in results]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [following for following, _ in node.next_functions]
 
 
 def rebuilt(leaf: Tensor, geometry: Geometry | None) -> Tensor:

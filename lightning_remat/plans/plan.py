@@ -279,13 +279,12 @@ def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) ->
 
 
 def joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tuple[Graph, Schedule]:
-    """The regions' graphs side by side; their schedules, forwards in the order of the calls, backwards in reverse."""
+    """The regions' graphs side by side, and their schedules in the order in which the step runs them."""
     nodes: list[Node] = []
     outputs: list[int] = []
-    forward: list[Action] = []
-    backward: list[Action] = []
+    parts: dict[int, list[Action]] = {}
     count: dict[str, int] = {}
-    for key, made in calls:
+    for call, (key, made) in enumerate(calls):
         start = len(nodes)
         count[key] = count.get(key, 0) + 1
         prefix = key if count[key] == 1 else f"{key}#{count[key]}"
@@ -293,8 +292,7 @@ def joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tup
         outputs += [start + n for n in made.graph.outputs]
         actions = [Action(a.kind, a.node + start) for a in made.schedule]
         first = forward_length(made.schedule, len(made.graph.nodes))
-        forward += actions[:first]
-        backward = actions[first:] + backward
+        parts |= {call: actions[:first], ~call: actions[first:]}
     own = {key: made.graph for key, made in calls}
     return (
         Graph(
@@ -303,7 +301,7 @@ def joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tup
             static_bytes=max(0, surroundings.resident_bytes + sum(g.static_bytes for g in own.values())),
             outputs=tuple(outputs),
         ),
-        Schedule(tuple(forward + backward)),
+        Schedule(tuple(action for turn in surroundings.turns(len(calls)) for action in parts[turn])),
     )
 
 

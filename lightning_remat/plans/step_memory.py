@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class Surroundings:
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
         gathering: What sharded parameters add, where the regions' are: of those, no more than their shards count then
             among the regions' own.
+        order: Of a step with several backwards, in which order its calls run: a call's number stands for its forward,
+            the number's complement (`~`) for its backward. Empty where all run forward, then backward in reverse.
     """
 
     resident_bytes: int
@@ -40,6 +43,7 @@ class Surroundings:
     correction_bytes: int = 0
     is_alone: bool = False
     gathering: Gathering | None = None
+    order: tuple[int, ...] = ()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Surroundings:
@@ -47,7 +51,12 @@ class Surroundings:
         values: dict[str, Any] = dict(data)
         if values.get("gathering") is not None:
             values["gathering"] = Gathering.from_dict(values["gathering"])
+        values["order"] = tuple(values.get("order", ()))
         return cls(**values)
+
+    def turns(self, num_calls: int) -> tuple[int, ...]:
+        """The order of a step of so many calls."""
+        return self.order or (*range(num_calls), *(~k for k in reversed(range(num_calls))))
 
     @property
     def keeps_gradients(self) -> bool:
@@ -88,15 +97,15 @@ class Timeline:
         seconds: Duration of each action; 0 for a discard.
         num_forward: Actions before the first backward.
         optimizer_step_bytes: The peak of the optimizer's step, which follows.
-        unit_bytes: What units under `fully_shard` hold during each action, of what `memory_bytes` counts: gathered
-            parameters, gradients, buffers.
+        gradient_bytes: Of what `memory_bytes` counts, gradients of parameters: of the step before, then those that have
+            come. Where parameters are sharded, all that units under `fully_shard` hold: gathered ones and buffers too.
     """
 
     memory_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
     num_forward: int
     optimizer_step_bytes: int
-    unit_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -112,32 +121,31 @@ def gradient_bytes(graph: Graph) -> int:
 def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> Timeline:
     """The memory timeline of a training step from the second on, when optimizer state and gradients exist.
 
-    Regions run forward in the given order and backward in reverse.
+    Regions run in the order of the surroundings.
     """
-    phases = [_phases(r, surroundings.keeps_gradients) for r in regions]
-    base, forward, backward = _levels([(r.key, r.graph) for r in regions], surroundings)
+    parts = [_forward_and_backward(r, surroundings.keeps_gradients) for r in regions]
+    turns = surroundings.turns(len(regions))
+    base, levels = _levels([(r.key, r.graph) for r in regions], surroundings)
     memory: list[int] = []
-    units: list[int] = []
+    gradients: list[int] = []
     seconds: list[float] = []
-
-    def add(beside: Beside, steps: _Phase, before: int, after: int, during: int) -> None:
-        """A call's actions, and what is alive beside them; the first and the last have what is before and after it."""
-        first = len(memory)
-        memory.extend(beside.level_bytes + during + m for m, _ in steps)
-        memory[first] = max(memory[first], beside.before_bytes + before)
-        memory[-1] = max(memory[-1], beside.after_bytes + after)
-        units.extend([0 if surroundings.gathering is None else beside.level_bytes] * len(steps))
-        seconds.extend(s for _, s in steps)
-
+    num_forward, is_sharded = 0, surroundings.gathering is not None
     held = base  # and by the regions that have run, for their backward
-    for beside, (steps, _, size) in zip(forward, phases, strict=True):
-        add(beside, steps, held, held + size, held)
-        held += size
-    num_forward = len(memory)
-    for beside, (_, steps, size) in zip(backward, reversed(phases), strict=True):
-        held -= size
-        add(beside, steps, held + size, held, held)
-    return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes, tuple(units))
+    for turn, beside in zip(turns, levels, strict=True):
+        forward, backward, size = parts[max(turn, ~turn)]
+        steps, before, after = (forward, 0, size) if turn >= 0 else (backward, size, 0)
+        if turn >= 0:
+            num_forward += len(steps) if len(memory) == num_forward else 0
+        else:
+            held -= size
+        first = len(memory)
+        memory.extend(beside.level_bytes + held + step.alive_bytes for step in steps)
+        memory[first] = max(memory[first], beside.before_bytes + held + before)
+        memory[-1] = max(memory[-1], beside.after_bytes + held + after)
+        gradients.extend(beside.level_bytes + (0 if is_sharded else step.gradient_bytes) for step in steps)
+        seconds.extend(step.seconds for step in steps)
+        held += after
+    return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes, tuple(gradients))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +170,8 @@ class RegionPeaks:
 
 def region_peaks(region: RegionCost, is_accumulating: bool) -> RegionPeaks:
     """The peaks of a region by its schedule."""
-    forward, backward, held = _phases(region, is_accumulating)
-    return RegionPeaks(max(m for m, _ in forward), max(m for m, _ in backward), held)
+    forward, backward, held = _forward_and_backward(region, is_accumulating)
+    return RegionPeaks(max(s.alive_bytes for s in forward), max(s.alive_bytes for s in backward), held)
 
 
 class StepPeaks:
@@ -175,9 +183,12 @@ class StepPeaks:
     """
 
     def __init__(self, calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> None:
-        base, *levels = _levels(calls, surroundings)
-        forward, backward = ([[b.level_bytes, b.before_bytes, b.after_bytes] for b in part] for part in levels)
-        self._forward, self._backward = (base + np.array(part, np.int64).T for part in (forward, backward[::-1]))
+        base, levels = _levels(calls, surroundings)
+        turns: Ints = np.array(surroundings.turns(len(calls)))
+        self._levels: Ints = base + np.array([[b.level_bytes, b.before_bytes, b.after_bytes] for b in levels]).T
+        self._is_forward = turns >= 0
+        self._call = np.maximum(turns, ~turns)
+        self._place = np.argsort(np.where(self._is_forward, turns, len(calls) + self._call))
 
     def of(self, forward_bytes: Ints, backward_bytes: Ints, held_bytes: Ints) -> Ints:
         """The peaks, those of the forwards first; their maximum is that of `step_timeline`.
@@ -191,18 +202,19 @@ class StepPeaks:
         Returns:
             Bytes, of shape (2 * calls,) or (choices, 2 * calls); backwards in the order of the calls.
         """
-        after = np.cumsum(held_bytes, axis=-1)
-        before = after - held_bytes  # what the regions before hold, in the forward and again in the backward
-        (during, enters, leaves), (during_back, enters_back, leaves_back) = self._forward, self._backward
-        forward = np.maximum(during + forward_bytes + before, np.maximum(enters + before, leaves + after))
-        backward = np.maximum(
-            during_back + backward_bytes + before, np.maximum(enters_back + after, leaves_back + before)
-        )
-        return np.concatenate([forward, backward], axis=-1)
+        own: Ints = np.where(self._is_forward, forward_bytes[..., self._call], backward_bytes[..., self._call])
+        comes: Ints = np.where(self._is_forward, held_bytes[..., self._call], 0)
+        goes = held_bytes[..., self._call] - comes
+        others = np.cumsum(comes - goes, axis=-1) - comes  # what the other regions hold meanwhile
+        during, enters, leaves = self._levels
+        peaks = others + np.maximum(during + own, np.maximum(enters + goes, leaves + comes))
+        return peaks[..., self._place]
 
 
-def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> tuple[int, list[Beside], list[Beside]]:
-    """What is alive throughout, beside each call's forward, and beside each backward, in the order in which they run.
+def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> tuple[int, list[Beside]]:
+    """What is alive throughout, and beside each call's forward or backward, in the order in which they run.
+
+    A backward begins without the gradients that it makes, unless these accumulate; those of other regions stay.
 
     Args:
         calls: Name and graph of each.
@@ -212,20 +224,23 @@ def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> t
     grads = {key: gradient_bytes(graph) for key, graph in own.items()}
     base = surroundings.resident_bytes + surroundings.correction_bytes
     base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph in calls)
+    accumulates = surroundings.is_accumulating
     if surroundings.gathering is not None:
         gradients = [grads[key] for key, _ in calls]
-        alone, accumulating = surroundings.is_alone, surroundings.is_accumulating
-        return base, *beside_calls(surroundings.gathering, gradients, is_alone=alone, is_accumulating=accumulating)
-    kept = 0 if surroundings.is_alone else sum(grads.values())
-    arrived = kept if surroundings.is_accumulating else 0
-    backward: list[Beside] = []
-    done: set[str] = set()
-    for key, _ in reversed(calls):
-        backward.append(Beside(arrived))
-        if not surroundings.is_accumulating and key not in done:
-            done.add(key)
-            arrived += grads[key]
-    return base, [Beside(kept) for _ in calls], backward
+        alone = surroundings.is_alone
+        parts = beside_calls(surroundings.gathering, gradients, is_alone=alone, is_accumulating=accumulates)
+        return base, [beside for part in parts for beside in part]
+    there = dict.fromkeys(grads, 0) if surroundings.is_alone else dict(grads)
+    levels: list[Beside] = []
+    for is_forward, turns in groupby(surroundings.turns(len(calls)), lambda turn: turn >= 0):
+        keys = [calls[max(turn, ~turn)][0] for turn in turns]
+        if not is_forward and not accumulates:
+            there |= dict.fromkeys(keys, 0)
+        for key in keys:
+            levels.append(Beside(sum(there.values())))
+            if not is_forward and not accumulates:
+                there[key] = grads[key]
+    return base, levels
 
 
 def forward_length(schedule: Schedule, num_nodes: int) -> int:
@@ -238,11 +253,16 @@ def forward_length(schedule: Schedule, num_nodes: int) -> int:
     return len(schedule.actions)
 
 
-_Phase = list[tuple[int, float]]
+class _Step(NamedTuple):
+    """An action: bytes beyond parameters, inputs and gradients that are there; seconds; bytes of gradients so far."""
+
+    alive_bytes: int
+    seconds: float
+    gradient_bytes: int
 
 
-def _phases(region: RegionCost, is_accumulating: bool) -> tuple[_Phase, _Phase, int]:
-    """(bytes beyond parameters, gradients and inputs, seconds) of each action; and what stays after the forward."""
+def _forward_and_backward(region: RegionCost, is_accumulating: bool) -> tuple[list[_Step], list[_Step], int]:
+    """The actions of a region's forward, those of its backward, and the bytes that stay in between."""
     graph = region.graph
     gradients = "kept" if is_accumulating else "fresh"
     simulation = simulate(graph, region.schedule, gradients=gradients)
@@ -250,6 +270,7 @@ def _phases(region: RegionCost, is_accumulating: bool) -> tuple[_Phase, _Phase, 
     actions = region.schedule.actions
     first = forward_length(region.schedule, len(graph.nodes))
     memory = (alive - static for alive in simulation.memory_bytes)
-    steps: _Phase = list(zip(memory, simulation.action_seconds, strict=True))
+    come = accumulate(0 if is_accumulating or kind != "B" else graph.nodes[n].parameter_bytes for kind, n in actions)
+    steps = [_Step(*step) for step in zip(memory, simulation.action_seconds, come, strict=True)]
     held = alive_after(graph, Schedule(actions[:first]), gradients=gradients) - static
     return steps[:first], steps[first:], held

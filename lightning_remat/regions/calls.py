@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
 from ..profiling.profiler import profile, profile_call
 from ..schedules.graph import Graph
+from .phases import Span, order_of
 from .profiles import kind_of, known_profile
 
 
@@ -36,6 +37,7 @@ class Call:
         part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
             graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
         tick: When it began, in the order of all that the step was seen to do.
+        span: Between which backwards of the step it began, and waits for its own.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Call:
     outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
     part: Part | None = None
     tick: int = 0
+    span: Span = field(default_factory=Span)
 
     @property
     def is_divided(self) -> bool:
@@ -169,6 +172,11 @@ class View:
     saved_bytes: int
     moments: tuple[Moment, ...] = ()
     differentiates: bool = False
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """In which the calls run forward and backward, as `Surroundings.order` tells it."""
+        return () if self.moments else order_of([call.span for call in self.calls])
 
 
 def detached(value: Any) -> Any:

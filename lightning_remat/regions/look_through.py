@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ..module_state.nesting import flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from .calls import Call, Moment, Part, View
-from .phases import Backwards, alive_together
+from .phases import Backwards, Span, alive_together
 from .saved_between import SavedBetween
 from .transforms import hooks_outside_transforms
 
@@ -101,21 +102,18 @@ def _look_through(
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
     owned = [*root.parameters(), *root.buffers()]
-    phases = [SavedBetween(owned)]
-    backwards.have_run = False
+    backwards.begin()
+    between = defaultdict[int, SavedBetween](lambda: SavedBetween(owned))  # of each phase from one backward to the next
 
-    def phase() -> int:
-        if backwards.have_run:
-            backwards.have_run = False
-            phases.append(SavedBetween(owned))
-        return len(phases) - 1
+    def saved_now() -> SavedBetween:
+        return between[backwards.before_now()]
 
     moments: list[Moment] = []
 
     def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
         moments.append(Moment(module, next(top.clock), True, has_gradient))
-        phases[-1].own(module.parameters())  # as gathered, which are others than the shards
+        saved_now().own(module.parameters())  # as gathered, which are others than the shards
 
     def end_unit(module: nn.Module, args: Any, output: Any) -> None:
         del args, output
@@ -123,8 +121,7 @@ def _look_through(
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = len(frames) == 1
-        top.phase = phase() if is_outermost else top.phase
-        frames.append(frames[-1].call(module, args, kwargs, is_outermost=is_outermost))
+        frames.append(frames[-1].call(module, args, kwargs, backwards.called() if is_outermost else None))
         if is_outermost and module in gathered and torch.is_grad_enabled():
             frames[-1].part = _captured_now(module, args, kwargs)
 
@@ -132,29 +129,33 @@ def _look_through(
         del module, args
         frame = frames.pop()
         if transform_in_the_way() is None:  # where a call runs plain, it is none that can be served
-            frame.leave(output)
+            leave_by(frame, output)
+
+    def leave_by(frame: _Frame, output: Any) -> None:
+        frame.leave(output)
+        if len(frames) == 1:
+            backwards.awaited(frame.span, tensors_in(output))
 
     def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
         if len(frames) > 1 or not torch.is_grad_enabled():
             return graph.module(*values)
         held = {id(t) for t in (*module.parameters(), *module.buffers())}
         args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in held)
-        top.phase = phase()
-        frames.append(top.call(module, args, {}, is_outermost=True))
+        frames.append(top.call(module, args, {}, backwards.called()))
         frames[-1].part = Part(graph, values)
         output = graph.module(*values)
-        frames.pop().leave(output)
+        leave_by(frames.pop(), output)
         return output
 
     def note(tensor: Tensor) -> Tensor | None:
         if len(frames) == 1:
-            phases[phase()].note(tensor, [storage for frame in top.children for storage in frame.outputs])
+            saved_now().note(tensor, [storage for frame in top.children for storage in frame.outputs])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     def unpack(held: Tensor | None) -> Tensor:
         if held is None:
             raise _NothingHeldError("it differentiates within its forward, where nothing is held")
-        backwards.asked(create_graph=torch.is_grad_enabled())
+        backwards.runs(retains_graph=torch.is_grad_enabled())
         return held
 
     pack: Any = cast(Any, torch.compiler).disable(note)  # TorchDynamo would capture it
@@ -176,13 +177,18 @@ def _look_through(
             step()
         chosen = _chosen(top, names, watched, modules, root)
         if not moments:
-            together = alive_together((frame.phase, frame.what, frame.args, frame.kwargs) for frame in chosen)
-            chosen = [frame for frame in chosen if frame.phase in together]
+            phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
+            chosen = [frame for frame in chosen if frame.span.begun in phases]
         calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
         inputs = tensors_in([(call.args, call.kwargs) for call in calls])
-        kept = {frame.phase for frame in chosen}
-        saved_bytes = sum(between.bytes_beside(inputs) for k, between in enumerate(phases) if k in kept)
+        saved_bytes = _saved_bytes([frame.span for frame in chosen], between, inputs)
     return View(calls, saved_bytes, tuple(moments), differentiates=holds)
+
+
+def _saved_bytes(spans: Sequence[Span], between: Mapping[int, SavedBetween], inputs: Sequence[Tensor]) -> int:
+    """What is saved between the calls, at most at once."""
+    phases = [between[phase].bytes_beside(inputs) for phase in {span.begun for span in spans} if phase in between]
+    return (max if all(span.begun == span.until for span in spans) else sum)([0, *phases])
 
 
 def _chosen(
@@ -244,7 +250,7 @@ def _as_call(frame: _Frame, name: str) -> Call:
     cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
     args, kwargs = structure.build(cut.get(id(leaf), leaf) for leaf in leaves)
     part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
-    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick)
+    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick, frame.span)
 
 
 class _NothingHeldError(TraceError):
@@ -268,19 +274,20 @@ class _Frame:
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
-        self.phase = 0
+        self.span = Span()
 
     @property
     def what(self) -> tuple[nn.Module, CapturedGraph | None]:
         """What is called: a module, or one of the graphs of its forward."""
         return self.module, self.part and self.part.graph
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_outermost: bool) -> _Frame:
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: Span | None) -> _Frame:
+        """A call in this one, which is an outermost one where it has a span of its own."""
         mine, theirs = flatten((self.args, self.kwargs))[0], flatten((args, kwargs))[0]
         is_handed_on = bool(mine) and [id(leaf) for leaf in mine] == [id(leaf) for leaf in theirs]
-        holds = is_outermost or is_handed_on
+        holds = outermost is not None or is_handed_on
         frame = _Frame(module, args if holds else (), kwargs if holds else {})
-        frame.is_handed_on, frame.tick, frame.phase = is_handed_on, next(self.clock), self.phase
+        frame.is_handed_on, frame.tick, frame.span = is_handed_on, next(self.clock), outermost or self.span
         self.children.append(frame)
         return frame
 

@@ -1,53 +1,119 @@
-"""Backwards within a step: what is called before one, and what after it, is not alive together."""
+"""Several backwards in a step: which calls are alive together, and in which order they run forward and backward."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import ge
 from typing import Any
 
+from torch import Tensor
+
 from ..module_state.nesting import tensors_in
+from ..operations.saved_tensors import nodes_below
+
+_MARK = "lightning_remat.spans"
+"""Of what leads to the outputs of a call, the key to the call's span in a node's metadata."""
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """How long a call waits for its backward, counted in backwards that let go of what was saved for them.
+
+    Attributes:
+        begun: How many had run before the call.
+        until: How many had run before its own backward; as many as before the call where none was seen.
+    """
+
+    begun: int = 0
+    until: int = 0
 
 
 class Backwards:
-    """Tells whether a backward has run, or would have, that let go of what was saved for it.
+    """Counts the backwards of a step that run, or would, and let go of what was saved for them.
 
     Attributes:
-        have_run: Since this was last made False.
+        num_run: Those before what happened last.
     """
 
     def __init__(self) -> None:
-        self.have_run = False
+        self.begin()
 
-    def asked(self, *_: Any, retain_graph: bool | None = None, create_graph: bool = False, **__: Any) -> None:
+    def begin(self) -> None:
+        """A step begins."""
+        self.num_run, self._one_more = 0, False
+
+    def called(self) -> Span:
+        """A call begins."""
+        self.before_now()
+        return Span(self.num_run, self.num_run)
+
+    def before_now(self) -> int:
+        """How many have run before what happens now, which is none."""
+        self.num_run += self._one_more
+        self._one_more = False
+        return self.num_run
+
+    def awaited(self, span: Span, outputs: Iterable[Tensor]) -> None:
+        """A call has returned what a backward will come in by."""
+        nodes: set[Any] = {t.grad_fn for t in outputs if t.grad_fn is not None}
+        for node in nodes:
+            node.metadata.setdefault(_MARK, []).append(span)
+            node.register_prehook(partial(self._comes_to, span))
+
+    def asked(self, *args: Any, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any) -> None:
         """A backward runs with these arguments of `torch.autograd.backward`, or would run."""
-        keeps = create_graph if retain_graph is None else retain_graph
-        self.have_run |= not keeps
+        for node in nodes_below(tensors_in((args, kwargs))):
+            for span in node.metadata.get(_MARK, ()):
+                self._comes_to(span)
+        self.runs(retains_graph=create_graph if retain_graph is None else retain_graph)
+
+    def runs(self, *, retains_graph: bool) -> None:
+        """A backward runs."""
+        self._one_more |= not retains_graph
+
+    def _comes_to(self, span: Span, *_: Any) -> None:
+        span.until = self.num_run
 
 
-def alive_together(calls: Iterable[tuple[int, Hashable, Any, Any]]) -> set[int]:
-    """The phases of a step for which no other one stands: one in which the same is called as often, on as much.
+def alive_together(calls: Iterable[tuple[Span, Hashable, Any, Any]]) -> set[int]:
+    """The phases of a step, from one backward to the next, for which no other one stands.
 
-    Several updates in one step (PPO), or two passes before one update (SAM), are phases alike; the last one is kept.
-    Phases that differ (the two halves of a GAN's step) are all kept, and taken to be alive at once.
+    One does in which the same is called as often, on as much. Several updates in one step (PPO), or two passes before
+    one update (SAM), are phases alike; the last one is kept. Where a call waits for a later backward than the next, all
+    are.
 
     Args:
-        calls: Of each call its phase, what is called, and its arguments.
+        calls: Of each call its span, what is called, and its arguments.
     """
     sizes: dict[int, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for phase, what, args, kwargs in calls:
-        insort(sizes[phase][what], sum(t.numel() for t in tensors_in((args, kwargs))))
+    is_apart = True
+    for span, what, args, kwargs in calls:
+        is_apart &= span.begun == span.until
+        insort(sizes[span.begun][what], sum(t.numel() for t in tensors_in((args, kwargs))))
 
     def covers(one: int, other: int) -> bool:
         return all(_are_larger(sizes[one].get(what, []), own) for what, own in sizes[other].items())
 
     def is_covered(phase: int) -> bool:
         others = (other for other in sizes if other != phase and covers(other, phase))
-        return any(other > phase or not covers(phase, other) for other in others)
+        return is_apart and any(other > phase or not covers(phase, other) for other in others)
 
     return {phase for phase in sizes if not is_covered(phase)}
+
+
+def order_of(spans: Sequence[Span]) -> tuple[int, ...]:
+    """The order in which calls run, as `Surroundings.order` tells it: empty where one backward is for all."""
+    if len({(span.begun, span.until) for span in spans}) < 2:
+        return ()
+    order: list[int] = []
+    for phase in range(1 + max(span.until for span in spans)):
+        order += [k for k, span in enumerate(spans) if span.begun == phase]
+        order += [~k for k, span in reversed(list(enumerate(spans))) if span.until == phase]
+    return tuple(order)
 
 
 def _are_larger(some: list[int], others: list[int]) -> bool:

@@ -103,7 +103,7 @@ def rewrite_regions(
     )
     outside = outside_bytes(module, view, tensors_in((args, kwargs)))
     gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
-    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering)
+    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering, order=view.order)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     if not is_sharded:
         parts = replace(parts, plain_correction_bytes=parts.measured_plain_correction(around))

@@ -24,6 +24,7 @@ from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import record
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
+from ..operations.saved_tensors import nodes_below
 from ..profiling.accumulation import copied_as_accumulated
 from .calls import detached
 from .footprint import storage_bytes
@@ -111,18 +112,11 @@ def run_backward(
 
 def _refuses_grad(loss: Tensor) -> bool:
     """Whether a backward below asks PyTorch if it may differentiate by itself: not when called by `autograd.grad`."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        kind: Any = getattr(function, "_forward_cls", None)
+    for node in nodes_below([loss]):
+        kind: Any = getattr(node, "_forward_cls", None)
         code = getattr(getattr(kind, "backward", None), "__code__", None)
         if code is not None and "_is_checkpoint_valid" in code.co_names:
             return True
-        waiting += [below for below, _ in function.next_functions]
     return False
 
 

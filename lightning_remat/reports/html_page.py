@@ -14,7 +14,7 @@ from ..budget import format_bytes
 from ..plans.plan import StepPlan
 from .block_shares import block_shares, prices
 from .blocks import blocks
-from .residency import StepView, parameter_gradients, plain_step, view_step
+from .residency import StepView, plain_step, view_step
 from .result import Result
 
 
@@ -112,5 +112,5 @@ def _view(step: StepPlan, view: StepView) -> dict[str, Any]:
             "outside": around.resident_bytes + around.correction_bytes,
             "inputs": graph.input_bytes,
         },
-        "gradients": parameter_gradients(step, view),
+        "gradients": view.timeline.gradient_bytes,
     }

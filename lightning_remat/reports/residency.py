@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from ..lowering import keep_everything
 from ..plans.plan import Plan, StepPlan
-from ..plans.step_memory import Timeline, gradient_bytes
+from ..plans.step_memory import Timeline
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
@@ -142,7 +142,7 @@ def contents_at(step: StepPlan, view: StepView, position: int) -> Contents:
     """What is alive during an action."""
     around, total = step.surroundings, view.timeline.memory_bytes[position]
     model = sum(made.graph.static_bytes for made in step.plans.values())
-    gradients = parameter_gradients(step, view)[position]
+    gradients = view.timeline.gradient_bytes[position]
     inputs = view.plan.graph.input_bytes
     outside = around.resident_bytes + around.correction_bytes
     if outside < 0:  # what comes into a part of the step may be what another makes, and lives once
@@ -150,19 +150,3 @@ def contents_at(step: StepPlan, view: StepView, position: int) -> Contents:
     activations = sum(stay.num_bytes for stay in view.stays if stay.start <= position < stay.end)
     rest = total - model - gradients - inputs - outside - activations
     return Contents(model, gradients, outside, inputs, activations, max(0, rest))
-
-
-def parameter_gradients(step: StepPlan, view: StepView) -> list[int]:
-    """Bytes of gradients of parameters during each action: those of the step before, then those that have come.
-
-    Where parameters are sharded, with all that the units hold beside the shards.
-    """
-    if step.surroundings.gathering is not None:
-        return list(view.timeline.unit_bytes)
-    around, total = step.surroundings, sum(gradient_bytes(made.graph) for made in step.plans.values())
-    actions, turn = view.plan.schedule.actions, view.timeline.num_forward
-    if around.is_accumulating:
-        return [total] * len(actions)
-    came = accumulate(view.plan.graph.nodes[n].parameter_bytes if kind == "B" else 0 for kind, n in actions)
-    before = 0 if around.is_alone else total
-    return [before if position < turn else min(total, count) for position, count in enumerate(came)]

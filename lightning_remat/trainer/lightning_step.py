@@ -208,6 +208,7 @@ class LightningTrial:
             optimizer_step_bytes=optimizer.step_bytes + storage_bytes(batch) + buckets.copy_bytes,
             is_accumulating=buckets.hold_gradients or self._num_accumulated(batch_size) > 1,
             gathering=gathering_of(view, self.gather_bandwidth),
+            order=view.order,
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 

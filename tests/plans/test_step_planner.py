@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_remat import Graph, InfeasibleBudgetError, Node, Schedule, simulate
 from lightning_remat.batch_search.scaling import Line, ScalableGraph
 from lightning_remat.lowering import lower_kept
-from lightning_remat.plans.step_memory import RegionCost, Surroundings, step_timeline
+from lightning_remat.plans.plan import StepPlan
+from lightning_remat.plans.planner import plan
+from lightning_remat.plans.step_memory import RegionCost, StepPeaks, Surroundings, region_peaks, step_timeline
 from lightning_remat.plans.step_planner import plan_step
 
 
@@ -77,6 +82,59 @@ def test_regions_hold_what_they_kept_while_others_run() -> None:
     assert two.peak_bytes > one + 600
     twice = step_timeline([plain("a", graph), plain("a", graph)], AROUND)
     assert twice.memory_bytes[twice.num_forward - 1] == 1000 + 2 * 40 + 60 + 60 + 12 * 100
+
+
+def test_what_a_backward_has_let_go_of_is_not_held_beside_the_next_forward() -> None:
+    graph = chain()
+    regions, fixed = [plain("a", graph), plain("b", graph)], 1000 + 2 * (40 + 60)
+    apart = step_timeline(regions, replace(AROUND, order=(0, ~0, 1, ~1)))
+    (alone,) = {simulate(graph, region.schedule).peak_bytes - 40 - 60 for region in regions}
+    # While one runs, the gradients of the other are there: those of the step before, then the new ones.
+    assert apart.peak_bytes == fixed + 60 + alone < step_timeline(regions, AROUND).peak_bytes
+    half = len(apart.memory_bytes) // 2
+    assert apart.memory_bytes[half : half + 6] == apart.memory_bytes[:6]  # of the first, nothing is left
+    assert apart.num_forward == 6
+    # The backward of the first waits for what is called and differentiated in between.
+    waiting = step_timeline(regions, replace(AROUND, order=(0, 1, ~1, ~0)))
+    assert waiting == step_timeline(regions, AROUND)
+
+
+def test_gradients_that_have_come_are_told_apart() -> None:
+    regions = [plain("a", chain(2)), plain("b", chain(2))]
+    apart = (0, ~0, 1, ~1)
+
+    def told(**around: Any) -> list[int]:
+        """Without what is the same in the next action."""
+        return [size for size, _ in groupby(step_timeline(regions, replace(AROUND, **around)).gradient_bytes)]
+
+    assert told() == [40, 10, 20, 30, 40]
+    assert told(order=apart) == [40, 30, 40, 30, 40]
+    assert told(order=apart, is_alone=True) == [0, 10, 20, 30, 40]
+    assert told(order=apart, is_accumulating=True) == [40]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_peaks_of_whole_calls_are_those_of_the_timeline(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [rng.choice("abc") for _ in range(rng.randrange(1, 7))]
+    graphs = {key: chain(rng.randrange(1, 5), rng.randrange(50, 200), rng.randrange(30)) for key in keys}
+    turns: list[int] = []
+    for call in range(len(keys)):
+        turns.append(call)
+        turns += [~k for k in range(call, -1, -1) if ~k not in turns and rng.random() < 0.3]
+    turns += [~k for k in reversed(range(len(keys))) if ~k not in turns]
+    around = replace(AROUND, order=tuple(turns), is_accumulating=rng.random() < 0.3, is_alone=rng.random() < 0.3)
+    regions = [plain(key, graphs[key]) for key in keys]
+    peaks = [region_peaks(region, around.keeps_gradients) for region in regions]
+    figures = ([p.forward_bytes for p in peaks], [p.backward_bytes for p in peaks], [p.held_bytes for p in peaks])
+    found = StepPeaks([(r.key, r.graph) for r in regions], around).of(*np.array(figures))
+    timeline = step_timeline(regions, around)
+    assert found.max() == timeline.peak_bytes
+    assert found.shape == (2 * len(keys),)
+    plans = {key: plan(graph, 10**9, "keep_all") for key, graph in graphs.items()}
+    step = StepPlan(10**9, tuple(keys), plans, around)
+    assert StepPlan.from_json(step.to_json()) == step
+    assert len(step.as_plan("keep_all").schedule) == len(timeline.memory_bytes)
 
 
 def test_optimizer_step_can_be_the_peak() -> None:
