@@ -11,7 +11,7 @@ writes an attribute of a class runs as it is: instances would go on to read what
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -59,12 +59,15 @@ def _unless_a_derivative(enter: Callable[..., Any]) -> Callable[..., Any]:
     return enter_transform
 
 
-def _unless_of_a_class(store: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_of_a_class(place: int, store: Callable[..., Any]) -> Callable[..., Any]:
+    """Args: the place of what is written to among the arguments; what writes."""
+
     @wraps(store)
-    def store_attr(effects: SideEffects, item: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(item, UserDefinedClassVariable) and is_captured_as_eager():
-            run_as_it_is(item.value.__qualname__, "an attribute of a class is written:")
-        return store(effects, item, *args, **kwargs)
+    def store_attr(*args: Any, **kwargs: Any) -> Any:
+        holder = args[place].realize()
+        if isinstance(holder, UserDefinedClassVariable) and is_captured_as_eager():
+            run_as_it_is(holder.value.__qualname__, "an attribute of a class is written:")
+        return store(*args, **kwargs)
 
     return store_attr
 
@@ -78,5 +81,7 @@ CHANGES = [
     Exchange(TorchInGraphFunctionVariable._get_handlers(), torch.addcdiv, lambda _: _as_it_is),
     Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_a_derivative),
     Exchange(DualLevelContextManager, "enter", _unless_a_derivative),
-    Exchange(SideEffects, "store_attr", _unless_of_a_class),
+    Exchange(SideEffects, "store_attr", partial(_unless_of_a_class, 1)),
 ]
+if hasattr(BuiltinVariable, "call_setattr"):  # torch 2.11 knows classes to write to in no other way
+    CHANGES.append(Exchange(BuiltinVariable, "call_setattr", partial(_unless_of_a_class, 2)))

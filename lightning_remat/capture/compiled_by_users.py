@@ -11,12 +11,24 @@ from types import FunctionType
 from typing import Any, TypeGuard, cast
 
 from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._dynamo.variables import UserDefinedObjectVariable
 from torch._dynamo.variables.functions import UserMethodVariable
 
 from .wrapped_calls import called_as_they_are, wrapper_of
 
 _SOURCE = "_torchdynamo_inline"
 """The attribute by which TorchDynamo finds what a compiled function was made of."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made the module of another.
+
+    >>> import torch
+    >>> is_compiled(torch.compile(nn.Identity())), is_compiled(nn.Identity())
+    (True, False)
+    """
+    return isinstance(module, OptimizedModule)
 
 
 def has_compiled_methods(module: nn.Module) -> bool:
@@ -42,6 +54,8 @@ def _compiled(variable: Any) -> FunctionType | None:
     """The compiled function that TorchDynamo calls, or has replaced by its source."""
     if isinstance(variable, UserMethodVariable):  # of an object that is no module
         (holder,), function = variable.self_args(), cast(Any, variable).fn
+        if not isinstance(holder.realize(), UserDefinedObjectVariable):
+            return None
         written = getattr_static(holder.python_type(), getattr(function, "__name__", ""), None)
         return written if _is_compiled(written) and vars(written)[_SOURCE] is function else None
     wrapper = wrapper_of(variable)

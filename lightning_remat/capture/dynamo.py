@@ -41,7 +41,7 @@ from . import (
 )
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
-# Of TorchDynamo's own names only these few are used, all of them in this folder.
+# Of TorchDynamo's own names only these few are used, in this folder alone.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 _numbers = itertools.count(1)

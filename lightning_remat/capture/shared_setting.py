@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 _here = threading.local()
+_ABSENT: Any = object()
 
 
 def captures_here() -> bool:
@@ -51,7 +52,7 @@ class Exchange:
     {'sin': 1}
 
     Args:
-        holder: An object with an attribute of its own, or a dictionary.
+        holder: An object with the attribute, its own or its class's, or a dictionary.
         name: Of the attribute; the key.
         exchange: Makes the other one of what is there; of None, where a dictionary has nothing.
     """
@@ -59,23 +60,29 @@ class Exchange:
     def __init__(self, holder: Any, name: Any, exchange: Callable[[Any], object]) -> None:
         self._holder, self._name, self._exchange = holder, name, exchange
         self._is_item = issubclass(type(holder), dict)
-        self._own: Any = None
+        self._own = _ABSENT
 
     def make(self) -> None:
         held = cast(Any, self._holder if self._is_item else vars(self._holder))
-        self._own = held.get(self._name)
-        self._write(self._exchange(self._own))
+        self._own = held.get(self._name, _ABSENT)
+        there = self._own
+        if there is _ABSENT:
+            there = None if self._is_item else getattr(self._holder, self._name)
+        self._write(self._exchange(there))
 
     def undo(self) -> None:
-        self._write(self._own)
-
-    def _write(self, value: Any) -> None:
-        if not self._is_item:
-            setattr(self._holder, self._name, value)
-        elif value is None:
+        if self._own is not _ABSENT:
+            self._write(self._own)
+        elif self._is_item:
             del self._holder[self._name]
         else:
+            delattr(self._holder, self._name)
+
+    def _write(self, value: Any) -> None:
+        if self._is_item:
             self._holder[self._name] = value
+        else:
+            setattr(self._holder, self._name, value)
 
 
 class SharedSettings:
@@ -89,6 +96,7 @@ class SharedSettings:
     def __init__(self, *changes: Change, capturing: bool = True) -> None:
         self._changes, self._capturing = changes, capturing
         self._num_wanting = 0
+        self._made = ExitStack()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -96,8 +104,11 @@ class SharedSettings:
         """Within the block the changes are in force."""
         with self._lock:
             if not self._num_wanting:
-                for change in self._changes:
-                    change.make()
+                with ExitStack() as made:  # of which none stays if one fails
+                    for change in self._changes:
+                        change.make()
+                        made.callback(change.undo)
+                    self._made = made.pop_all()
             self._num_wanting += 1
         _here.depth = getattr(_here, "depth", 0) + self._capturing
         try:
@@ -107,5 +118,4 @@ class SharedSettings:
             with self._lock:
                 self._num_wanting -= 1
                 if not self._num_wanting:
-                    for change in reversed(self._changes):
-                        change.undo()
+                    self._made.close()

@@ -48,7 +48,6 @@ class Request:
         report: Where the page goes.
         as_json: Whether the answer is for machines.
         device: Whose seconds and memory are meant; None for this machine's.
-        debug: Whether errors show where they come from.
     """
 
     target: str
@@ -65,7 +64,6 @@ class Request:
     report: Path | None
     as_json: bool
     device: Device | None
-    debug: bool
 
     @property
     def asks_batch_size(self) -> bool:
@@ -86,6 +84,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
         SystemExit: They ask for help, which is printed.
     """
     given = vars(_parser().parse_args(arguments))
+    del given["debug"]  # of `command.main`, whatever else is wrong
     inputs = tuple(map(InputShape.parse, given["inputs"]))
     if len({shape.batch_size for shape in inputs}) > 1:
         raise UsageError("the inputs have different batch sizes: give each --input the same first size, or B")
@@ -151,6 +150,7 @@ def _writable(path: Path | None, option: str) -> Path | None:
 
 def _parser() -> argparse.ArgumentParser:
     options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
+    options["allow_abbrev"] = False  # an option is what it is called: `--debug` counts where parsing fails, too
     whole = _Parser(prog="lightning-remat", description="Trains models that do not fit. See: plan --help.")
     commands = whole.add_subparsers(required=True, metavar="plan")
     parser = commands.add_parser(

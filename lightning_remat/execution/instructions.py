@@ -89,7 +89,7 @@ def hooked_operations(
         schedule: What is discarded, and when.
         graph: What each backward reads.
         order: That of the schedule.
-        resting: Outputs that may go without hooks where autograd holds them as they are, see `resting.resting_program`.
+        resting: Outputs that may go without hooks where autograd holds them as they are, see `resting.rests_of`.
     """
     there: set[int] = set()
     has_run: set[int] = set()

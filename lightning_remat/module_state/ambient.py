@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+
+from .algorithms import algorithms_in_force, set_algorithms
 
 
 class _Local(threading.local):
@@ -50,7 +51,7 @@ class Ambient:
             torch.is_autocast_cache_enabled(),
             torch.get_default_device() if _num_modes() else _CPU,  # where one is set it is a mode
             torch.get_default_dtype(),
-            tuple(read() for read, _ in _ALGORITHMS),
+            algorithms_in_force(),
         )
 
     def is_current(self) -> bool:
@@ -72,8 +73,8 @@ class Ambient:
                 stack.callback(torch.set_default_dtype, now.default_dtype)
                 torch.set_default_dtype(self.default_dtype)
             if now.algorithms != self.algorithms:
-                stack.callback(_set_algorithms, now.algorithms)
-                _set_algorithms(self.algorithms)
+                stack.callback(set_algorithms, now.algorithms, self.algorithms)
+                set_algorithms(self.algorithms, now.algorithms)
             yield
 
 
@@ -109,32 +110,6 @@ class Recomputing:
             if not self._was_enabled:
                 set_grad_enabled(False)
             _local.depth -= 1
-
-
-def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
-
-
-_ALGORITHMS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
-    ),
-    _cudnn("enabled"),
-    _cudnn("benchmark"),
-    _cudnn("deterministic"),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-"""How each choice between implementations is read and set."""
-
-
-def _set_algorithms(algorithms: tuple[Any, ...]) -> None:
-    for (_, write), value in zip(_ALGORITHMS, algorithms, strict=True):
-        write(value)
 
 
 @contextmanager

@@ -12,8 +12,11 @@ from types import CodeType, FunctionType
 
 _PACKAGE = Path(__file__).parent.parent
 
-_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, str(_PACKAGE))
+_INSTALLED = (*{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
 """Where files lie that others have written."""
+
+_FOLDERS = {"site-packages", "dist-packages"}
+"""Names of such places, in whichever environment: the second is Debian's."""
 
 
 def is_own_code(value: FunctionType | type) -> bool:
@@ -37,7 +40,9 @@ def is_own_code(value: FunctionType | type) -> bool:
 @cache
 def is_own_file(path: str) -> bool:
     """Whether it is one, or the name of a cell."""
-    return not path.startswith(("<frozen", *_INSTALLED)) and "site-packages" not in path
+    file = Path(path)
+    is_installed = not _FOLDERS.isdisjoint(file.parts) or any(file.is_relative_to(place) for place in _INSTALLED)
+    return not path.startswith("<frozen") and not is_installed
 
 
 def global_names(code: CodeType) -> Iterator[str]:

@@ -139,10 +139,9 @@ class Recorder:
             self._add_content(state, dict(state), state.update)
             self._add_all(state.values())
         for name in _slots(type(holder)):
-            if hasattr(holder, name):
-                value = getattr(holder, name)
-                self.undo.append(lambda name=name, value=value: object.__setattr__(holder, name, value))
-                self._add(value)
+            value = getattr(holder, name, _ABSENT)
+            self.undo.append(partial(_put_back_slot, holder, name, value))
+            self._add(value)
 
         self._add(type(holder))
 
@@ -184,11 +183,8 @@ class Recorder:
     def _add_cell(self, cell: CellType) -> None:
         if not self._is_new(cell):
             return
-        try:
-            value = cell.cell_contents
-        except ValueError:  # nothing is bound to it yet
-            return
-        self.undo.append(lambda: setattr(cell, "cell_contents", value))
+        value = _content(cell)
+        self.undo.append(partial(_put_back_content, cell, value))
         self._add(value)
 
     def _add_all(self, values: Iterable[Any]) -> None:
@@ -244,6 +240,28 @@ class Recorder:
         if self.with_tensors and values.flags.writeable:
             before = values.copy()
             self.undo.append(lambda: np.copyto(values, before))
+
+
+def _put_back_slot(holder: Any, name: str, value: Any) -> None:
+    if value is not _ABSENT:
+        object.__setattr__(holder, name, value)
+    elif hasattr(holder, name):
+        object.__delattr__(holder, name)
+
+
+def _content(cell: CellType) -> Any:
+    """What a variable of a closure is bound to; nothing yet, or no more, where it is `_ABSENT`."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _put_back_content(cell: CellType, value: Any) -> None:
+    if value is not _ABSENT:
+        cell.cell_contents = value
+    elif _content(cell) is not _ABSENT:
+        del cell.cell_contents
 
 
 def _value_undo(tensor: Tensor) -> Undo:

@@ -103,7 +103,6 @@ class Checkpointed:
     """A call of `torch.utils.checkpoint.checkpoint` as the user wrote it.
 
     Args:
-        body: What it calls.
         held: Places of the arguments that the module holds (parameters, buffers): the user's function found them by
             itself, and only what was passed to it is saved.
         options: The user's keyword arguments of `checkpoint`.
@@ -163,6 +162,9 @@ def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[
     Args:
         root: The captured graph, changed here, with the bodies of functions.
         owned: The placeholders that stand for parameters and buffers.
+
+    Raises:
+        TraceError: It calls `checkpoint` in the form that differentiates in its backward.
     """
     reasons: list[str] = []
     for n in root.graph.nodes:

@@ -82,6 +82,9 @@ def explain(plan: Plan, *, more_bytes: int | None = None, effort: float = 1.0) -
         plan: Any plan.
         more_bytes: The addition to the budget to value; a tenth of the plain peak where None.
         effort: Of the search of `auto`.
+
+    Raises:
+        ValueError: The plan has no operations.
     """
     if not plan.graph.nodes:
         raise ValueError("a plan of no operations has nothing to explain")

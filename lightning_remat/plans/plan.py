@@ -31,7 +31,7 @@ class Plan:
         graph: The graph that it was planned on.
         plain: The cost of the step without recomputation.
         planning_seconds: Time that the planner took.
-        rung: How the module was captured (see `TracedModule.rung`); `"regions"` where its parts were, one by one. Empty
+        rung: How the module was captured: `"traced"` as a whole, `"regions"` where its parts were, one by one. Empty
             for a plan that was made on a bare graph.
         reasons: Why not as a whole and in single operations: one sentence for each part that is treated otherwise.
         step: The parts' own plans and what is alive around them, where parts were captured one by one. Graph and

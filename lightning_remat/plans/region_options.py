@@ -8,7 +8,7 @@ of the step: whatever is resident then is added to that operation's workspace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +61,7 @@ class Asking:
     """
 
     graph: Graph
-    planner: Planner
+    planner: Planner = field(hash=False)  # one that is an object may have no hash
     is_accumulating: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     like: Graph | None = None

@@ -38,7 +38,7 @@ from ..operations.saved_tensors import (
 from ..schedules.graph import Graph, Node
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
-from .gradient_probe import GradientProbe, SavedStore, has_several_backwards
+from .gradient_probe import GradientProbe, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
 from .timing import Timing
@@ -202,7 +202,7 @@ class _Profiler:
         del leaves, tape
         backward_seconds = 0.0
         if node.gradient_bytes:
-            node, backward_seconds = self._measure_backward(n, node, inputs, values, store)
+            node, backward_seconds = self._measure_backward(n, node, inputs, values)
         self.runs.keep(n, values)
         return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
 
@@ -237,7 +237,7 @@ class _Profiler:
         return storage_bytes(self.runs.given[i] for i in self.operations[n].writes)
 
     def _measure_backward(
-        self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any], store: SavedStore
+        self, n: int, node: Node, inputs: dict[fx.Node, Any], values: list[Any]
     ) -> tuple[Node, float]:
         """The node with the fields that its backward decides, and estimated seconds."""
         inner, own = self.runs.made_tensors(inputs), self.runs.own_tensors(n)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 
-from ..capture.compiled_by_users import has_compiled_methods
+from ..capture.compiled_by_users import has_compiled_methods, is_compiled
 from ..capture.dynamo import CapturedGraph
 from ..errors import TraceError
 from ..execution.program import Program, checked_program
@@ -23,6 +23,14 @@ from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from .calls import Call, View
 from .look_through import NoCallError
+
+_ARRAYS: tuple[Any, ...] = (Tensor, np.ndarray)
+"""What calls of one kind may have other values of."""
+
+_NOTHING_TO_PLAN = (
+    " it calls none but single layers, which are not rematerialized by themselves, and what saves nothing. Remedy: put "
+    "layers into blocks, modules with a forward of their own"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +54,7 @@ class Regions:
     @property
     def tried(self) -> str:
         """The reasons as lines of an error."""
-        return "".join(f"\n  {reason}" for reason in self.reasons) or " it calls none that save anything"
+        return "".join(f"\n  {reason}" for reason in self.reasons) or _NOTHING_TO_PLAN
 
     def profiled(self, **options: Any) -> dict[str, Graph]:
         """Region → its profile on the values of its first call, with the options of `profile`."""
@@ -200,7 +208,7 @@ def is_exchanged(module: nn.Module) -> bool:
     """
 
     def is_special(m: Any) -> bool:
-        if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None or has_compiled_methods(m):
+        if is_compiled(m) or m._compiled_call_impl is not None or has_compiled_methods(m):
             return True
         return any(isinstance(v, deque) and v.maxlen is not None for v in vars(m).values())  # pyright: ignore
 
@@ -209,7 +217,7 @@ def is_exchanged(module: nn.Module) -> bool:
 
 def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
     leaves, structure = flatten((call.args, call.kwargs))
-    return structure, [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return structure, [leaf if not isinstance(leaf, _ARRAYS) else type(leaf) for leaf in leaves]
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -20,7 +20,6 @@ class BlockShare:
         kept_seconds: Forward of the operations that made it, which a recomputation would take at least.
         recomputed_bytes: Of what the backward reads: what goes in between and is made again.
         recomputed_seconds: What making it again takes.
-        kept_kinds: Operations whose results are kept, by kind.
         recomputed_kinds: Operations that run again, by kind.
     """
 
@@ -29,7 +28,6 @@ class BlockShare:
     kept_seconds: float
     recomputed_bytes: int
     recomputed_seconds: float
-    kept_kinds: dict[str, int]
     recomputed_kinds: dict[str, int]
 
 
@@ -41,7 +39,7 @@ def block_shares(plan: Plan) -> list[BlockShare]:
     names, block_of = blocks([node.name for node in graph.nodes])
     shares: list[BlockShare] = []
     for number, name in enumerate(names):
-        kept, again = Counter[str](), Counter[str]()
+        again = Counter[str]()
         kept_bytes = again_bytes = 0
         kept_seconds = again_seconds = 0.0
         for n, node in enumerate(graph.nodes):
@@ -53,10 +51,9 @@ def block_shares(plan: Plan) -> list[BlockShare]:
                 again_bytes += size
                 again_seconds += (node.forward_seconds + node.rerun_price) * (runs[n] - 1)
             elif size:
-                kept[node.kind] += 1
                 kept_bytes += size
                 kept_seconds += node.forward_seconds
-        shares.append(BlockShare(name, kept_bytes, kept_seconds, again_bytes, again_seconds, dict(kept), dict(again)))
+        shares.append(BlockShare(name, kept_bytes, kept_seconds, again_bytes, again_seconds, dict(again)))
     return shares
 
 

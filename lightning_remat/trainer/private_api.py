@@ -1,4 +1,4 @@
-"""Every private name of Lightning that this package touches: a Lightning release breaks one place, here.
+"""Every private name of Lightning that this package calls or replaces: a Lightning release breaks one place, here.
 
 Checked against lightning 2.6.
 """

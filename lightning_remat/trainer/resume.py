@@ -7,19 +7,23 @@ import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import lightning
 import torch
 from lightning.pytorch import Trainer
 
-from ..batch_search.settings import Settings
+from ..batch_search.settings import Planner, Settings
 from ..devices import device_name
 from ..plans.plan import StepPlan
 from ..regions.look_through import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
 
-_VERSION = 4
+_VERSION = 5
+
+_NO_MATTER = {"report_dir", "plan_path", "resume", "self_check", "on_oom", "batch_arg_name", "rebatch_fn"}
+"""Settings with which no other plan is found."""
 
 _PLAIN = tuple(field.name for field in fields(Result) if field.name not in ("step", "trials"))
 """Of a result, what is stored as it is."""
@@ -28,7 +32,10 @@ _PLAIN = tuple(field.name for field in fields(Result) if field.name not in ("ste
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
     """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
     module, root = trainer.lightning_module, trainer.strategy.root_device
-    planner = settings.planner if isinstance(settings.planner, str) else getattr(settings.planner, "__qualname__", "")
+    names = {m: name for name, m in submodules(module)}
+    asked = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _NO_MATTER}
+    asked["planner"] = _planner_name(settings.planner)
+    asked["modules"] = settings.modules and [m if isinstance(m, str) else names.get(m) for m in settings.modules]
     facts: list[Any] = [
         _VERSION,
         [(name, type(m).__qualname__) for name, m in submodules(module)],
@@ -36,12 +43,19 @@ def fingerprint(trainer: Trainer, settings: Settings) -> str:
         trainer.precision,
         device_name(root),
         trainer.world_size,
-        planner,
-        [settings.memory_budget, settings.batch_size, settings.objective, settings.effective_batch_size],
-        settings.gather_bandwidth,
+        [type(optimizer).__qualname__ for optimizer in trainer.strategy.optimizers],
+        asked,
         [torch.__version__, lightning.__version__],
     ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def _planner_name(planner: Planner) -> str:
+    """By which it is known in another run; another one each time for what has no name in a file."""
+    if isinstance(planner, str):
+        return planner
+    name = f"{getattr(planner, '__module__', '')}.{getattr(planner, '__qualname__', '<none>')}"
+    return name if "<" not in name else uuid4().hex
 
 
 def to_state(result: Result, mark: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ..batch_search.settings import Settings
+from ..capture.compiled_by_users import is_compiled
 from ..regions.look_through import submodules
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
@@ -47,7 +47,7 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
                 f"{name} is wrapped by torch's activation checkpointing, which Rematerialization replaces: remove the "
                 "wrapper"
             )
-        if isinstance(submodule, OptimizedModule):
+        if is_compiled(submodule):
             raise MisconfigurationException(
                 f"{name or 'the model'} is compiled, and a compiled module cannot be taken apart: remove torch.compile"
             )

@@ -30,3 +30,31 @@ def test_a_flag_is_another_in_the_thread_that_captures_alone(here: bool) -> None
         assert bool(holder.is_on) is here
         assert other.submit(lambda: bool(holder.is_on)).result() is not here
     assert holder.is_on is not here
+
+
+class Holder:
+    """Has what it has from its class."""
+
+    number = 1
+
+
+def test_what_is_the_classs_is_no_attribute_of_the_object_afterwards() -> None:
+    holder = Holder()
+    with SharedSettings(Exchange(holder, "number", lambda own: own + 1)).wanted():
+        assert holder.number == 2
+    assert not vars(holder)
+    handlers: dict[str, object] = {"none": None}
+    with SharedSettings(Exchange(handlers, "none", lambda _: 1), Exchange(handlers, "new", lambda _: 2)).wanted():
+        assert handlers == {"none": 1, "new": 2}
+    assert handlers == {"none": None}
+
+
+def test_of_changes_of_which_one_fails_none_is_made() -> None:
+    holder = SimpleNamespace(number=1)
+    setting = SharedSettings(
+        Exchange(holder, "number", lambda own: own + 1), Exchange(holder, "absent", lambda own: own)
+    )
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="absent"), setting.wanted():
+            pass
+        assert vars(holder) == {"number": 1}

@@ -15,7 +15,6 @@ from lightning_remat.execution.rewriter import programs_in
 
 def test_recomputations_and_their_stretches_cost_something() -> None:
     prices = rerun_prices()
-    assert all(price >= 0 for price in prices)
     assert sum(prices) > 0
     assert rerun_prices() is prices, "measured once"
 

@@ -173,7 +173,7 @@ def test_validation_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
-def test_self_check_passes_and_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_check_passes_and_notices_a_difference(tmp_path: Path) -> None:
     options: dict[str, Any] = {"memory_budget": "85%", "batch_size": "keep", "self_check": True}
     callback = Rematerialization("periodic", **options)
     run(tmp_path, seeded(), callback)

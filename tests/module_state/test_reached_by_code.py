@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_remat
 from lightning_remat import rematerialize
 from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.module_state.own_code import is_own_file
 from lightning_remat.module_state.preserve import preserved
 
 BANK: list[Tensor] = []
@@ -211,3 +214,42 @@ def test_an_optimizer_that_a_hook_holds() -> None:
         module(x).square().sum().backward()
         assert [float(o.state[p]["step"]) for p, o in optimizers.items()] == [2.0, 2.0]
     assert [float(o.state[p]["step"]) for p, o in optimizers.items()] == before == [1.0, 1.0]
+
+
+class Slotted:
+    """Has room for an attribute, and none yet."""
+
+    __slots__ = ("late",)
+
+
+def test_what_was_bound_to_nothing_is_so_again() -> None:
+    late: list[int]
+
+    def bind() -> None:
+        nonlocal late
+        late = [1]
+
+    def bound() -> list[int]:
+        return late
+
+    module: Any = nn.Identity()
+    module.slotted, module.bind = Slotted(), bind
+    with preserved([module]):
+        module.slotted.late = 1
+        bind()
+    assert not hasattr(module.slotted, "late")
+    with pytest.raises(NameError):
+        bound()
+    late = [2]
+    with preserved([module]):
+        bind()
+    assert bound() == [2]
+
+
+def test_files_of_others_are_told_by_their_folders() -> None:
+    package = Path(lightning_remat.__file__).parent
+    assert not is_own_file(str(package / "errors.py"))
+    assert is_own_file(str(package.with_name("lightning_remat_experiments") / "train.py"))
+    assert not is_own_file("/usr/lib/python3/dist-packages/torch/nn/modules/linear.py")
+    assert is_own_file("<ipython-input-1>")
+    assert not is_own_file("<frozen importlib._bootstrap>")

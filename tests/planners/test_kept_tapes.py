@@ -46,10 +46,10 @@ def test_small_tapes_stay_and_large_ones_go() -> None:
     assert after.peak_bytes <= budget
     assert after.seconds == before.seconds
     assert [a for a in kept if a.kind in "FB"] == [a for a in lowest if a.kind in "FB"]
-    assert all(graph.nodes[n].tape_bytes > 1 for n in _discarded_early(kept))
+    assert {graph.nodes[n].tape_bytes for n in _discarded_early(kept)} == {80}
     priced = replace(graph, nodes=tuple(replace(node, stretch_price=0.5) for node in graph.nodes))
     chosen = plan_auto(priced, budget)
-    assert all(graph.nodes[n].tape_bytes > 1 for n in _discarded_early(chosen))
+    assert {graph.nodes[n].tape_bytes for n in _discarded_early(chosen)} == {80}
 
 
 def test_a_budget_without_room_leaves_a_schedule() -> None:

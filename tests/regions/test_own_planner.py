@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from training_steps import step_peak
 
 from benchmarks.peaks import LOSS_BYTES
-from lightning_remat import PLANNERS, Graph, Schedule, rematerialize
+from lightning_remat import PLANNERS, Graph, Schedule, find_batch_size, rematerialize
 
 
 class Switched(nn.Module):
@@ -60,3 +64,40 @@ def test_parts_that_all_do_something_new_stay_within_the_budget_together() -> No
     module.first.is_on = module.second.is_on = True
     module(x).sum().backward()
     assert step_peak(module, x) - LOSS_BYTES <= plan.budget_bytes
+
+
+@dataclass
+class Planned:
+    """A planner that is an object, and as a dataclass has no hash."""
+
+    name: str
+
+    def __call__(self, graph: Graph, budget_bytes: int, **options: object) -> Schedule:
+        return PLANNERS[self.name](graph, budget_bytes)
+
+
+def test_a_planner_without_a_hash_plans_parts_too() -> None:
+    plan = rematerialize(Divided(), torch.randn(256, 32), memory_budget="90%", planner=Planned("periodic"))
+    assert plan.rung == "regions"
+    assert plan.num_recomputed
+
+
+class Scaled(nn.Module):
+    """Takes an array of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Tanh())
+
+    def forward(self, x: Tensor, scale: np.ndarray[Any, Any]) -> Tensor:
+        return self.layers(x) * float(scale[0])
+
+
+def test_a_part_is_called_twice_with_arrays_of_numpy() -> None:
+    module, x = Scaled(), torch.randn(256, 32)
+
+    def loss(batch: Tensor) -> Tensor:
+        return module(module(batch, np.ones(3)), np.arange(1.0, 4.0)).sum()
+
+    found = find_batch_size(module, x, loss, planner="periodic", memory_budget="90%", batch_size="keep")
+    assert found.measured_peak_bytes <= found.budget_bytes

@@ -252,5 +252,7 @@ def test_fingerprints_tell_bits_shapes_and_types_apart() -> None:
     prints = [fingerprint(t) for t in (zero, *others, torch.zeros(0), torch.zeros(()), torch.zeros(3).bool())]
     assert len(set(prints)) == len(prints)
     assert fingerprint(zero) == fingerprint(torch.zeros(4))
+    deep = torch.zeros((1,) * 20 + (2, 2))
+    assert len({fingerprint(t) for t in (deep, deep.view(torch.int32), deep.view((1,) * 21 + (4,)))}) == 3
     complex_number = torch.tensor([1 + 2j])
     assert fingerprint(complex_number.conj()) == fingerprint(torch.tensor([1 - 2j]))

@@ -51,9 +51,9 @@ def test_whatever_lacks_a_part_is_refused(kind: Any, text: str) -> None:
             kind.from_json(json.dumps(fewer))
 
 
-@pytest.mark.parametrize(("kind", "text"), texts())
+@pytest.mark.parametrize("kind", [Graph, Plan, StepPlan])
 @pytest.mark.parametrize("foreign", ["[]", "7", '"plan"', "null", '{"a": 1}', "# a note", '{"nodes": 3}'])
-def test_whatever_another_program_wrote_is_refused(kind: Any, text: str, foreign: str) -> None:
+def test_whatever_another_program_wrote_is_refused(kind: Any, foreign: str) -> None:
     with pytest.raises(ValueError, match="the text is no stored"):
         kind.from_json(foreign)
 

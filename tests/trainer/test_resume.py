@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,10 @@ import torch
 from remat_runs import Classifier, network, run, seeded
 
 from lightning_remat import Rematerialization
+from lightning_remat.batch_search.settings import Settings
+from lightning_remat.planners.dtr import plan_dtr
+from lightning_remat.planners.rotor import plan_rotor
+from lightning_remat.trainer.resume import fingerprint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -75,6 +82,56 @@ def test_what_has_changed_is_planned_anew(tmp_path: Path, change: str, monkeypat
         torch.save(weights, path)
     run(tmp_path, module, remat(**options), max_steps=-1, max_epochs=2, fit={"ckpt_path": path})
     assert len(searches) == 1
+
+
+OTHERS: dict[str, Any] = {
+    "memory_budget": "1GiB",
+    "batch_size": 4,
+    "margin": 0.5,
+    "objective": "throughput",
+    "max_overhead": 0.0,
+    "min_batch_size": 4,
+    "max_batch_size": 8,
+    "multiple_of": 8,
+    "effective_batch_size": 64,
+    "include_validation": True,
+    "on_infeasible": "minimum",
+    "modules": ["net"],
+    "compile_stretches": True,
+    "gather_bandwidth": 1e9,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+def test_a_plan_that_other_settings_made_is_another(name: str) -> None:
+    module = torch.nn.Sequential()
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), optimizers=[])
+    trainer: Any = SimpleNamespace(lightning_module=module, strategy=strategy, precision="32-true", world_size=1)
+
+    def mark(planner: Any = "auto", **options: Any) -> str:
+        return fingerprint(trainer, Settings(planner, **options))
+
+    if name in OTHERS:
+        assert mark(**{name: OTHERS[name]}) != mark()
+    elif name == "planner":
+        assert len({mark(planner) for planner in ("auto", "rotor", plan_rotor, plan_dtr)}) == 4
+        assert mark(plan_rotor) == mark(plan_rotor)
+        for nameless in (lambda graph, budget_bytes: None, partial(plan_rotor)):
+            assert mark(nameless) != mark(nameless)
+    else:
+        other = {"resume": False, "self_check": False, "on_oom": "replan", "rebatch_fn": len}.get(name, "other")
+        assert mark(**{name: other}) == mark()
+
+
+def test_a_plan_for_another_optimizer_or_module_of_the_model_is_another() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), optimizers=[torch.optim.SGD(module.parameters())])
+    trainer: Any = SimpleNamespace(lightning_module=module, strategy=strategy, precision="32-true", world_size=1)
+    first = fingerprint(trainer, Settings(modules=[module[0]]))
+    assert fingerprint(trainer, Settings(modules=["0"])) == first
+    assert fingerprint(trainer, Settings(modules=[module[1]])) != first
+    strategy.optimizers = [torch.optim.Adam(module.parameters())]
+    assert fingerprint(trainer, Settings(modules=["0"])) != first
 
 
 @pytest.mark.slow
