@@ -14,6 +14,7 @@ from rewriting import counted_runs, rewrite
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_steps import assert_equal_traces, step_peak, traces
+from uses import same
 
 from lightning_remat import ScheduleError, is_recomputing, profile, simulate, trace
 from lightning_remat.capture.tracer import recapture
@@ -173,10 +174,6 @@ def rewritten_chain(kept: frozenset[int] | set[int] = frozenset({4, 8})) -> tupl
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_second_backward_starts_the_schedule_over() -> None:
