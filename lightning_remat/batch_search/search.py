@@ -130,7 +130,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             tries = _MOST_TRIES
             search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
-        return good, install(trial, good.batch_size, good.step)
+        return good, install(trial, good.batch_size, good.step, settings.planner)
     needed = "more than the device has" if measured is None else format_bytes(measured)
     raise InfeasibleBudgetError(
         f"the planned step was executed {tries} times and exceeded the budget each time, the last time at "
@@ -248,7 +248,7 @@ def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.
     measured: int | None = None
     trial.within = choice.budget_bytes if settings.counts_scratch else None
     try:
-        modules = install(trial, size, choice.step)
+        modules = install(trial, size, choice.step, settings.planner)
         measured = retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
     except BaseException as error:
         uninstall(modules)
@@ -277,7 +277,7 @@ def _rehearse(trial: Trial, search: CandidateSearch) -> None:
     with suppress(InfeasibleBudgetError):
         choice = trial.share(search.choose)
         try:
-            uninstall(install(trial, choice.batch_size, choice.step))
+            uninstall(install(trial, choice.batch_size, choice.step, search.settings.planner))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

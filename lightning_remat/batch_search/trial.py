@@ -203,14 +203,21 @@ def _at(profiles: dict[str, Profile], size: int) -> dict[str, Graph]:
     return {k: p.at(size) if isinstance(p, ScalableGraph) else p for k, p in profiles.items()}
 
 
-def install(trial: Trial, batch_size: int, step: StepPlan) -> list[nn.Module]:
+def install(trial: Trial, batch_size: int, step: StepPlan, planner: str | Callable[..., Schedule]) -> list[nn.Module]:
     """Rewrites every region by its plan, on an error none; a batch is held only meanwhile.
+
+    Args:
+        trial: The step.
+        batch_size: For which it was planned.
+        step: The plan.
+        planner: Makes further plans, for graphs that are captured later.
 
     Returns:
         The rewritten modules.
     """
     view = trial.look_through(batch_size, list(step.plans))
-    rewritten = install_parts(programs_of(view.calls, step.plans), step.plans, headroom_bytes=step.headroom_bytes)
+    programs = programs_of(view.calls, step.plans)
+    rewritten = install_parts(programs, step.plans, planner, headroom_bytes=step.headroom_bytes)
     return [*rewritten, *reshard_as_planned(units_in(view), step.surroundings.gathering)]
 
 

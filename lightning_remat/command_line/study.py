@@ -146,7 +146,7 @@ def _executed(network: Network, search: CandidateSearch, choice: Choice, tell: T
     measured = 0
     for _ in range(_MOST_TRIES):
         tell(f"running the planned step at batch size {choice.batch_size} on fake tensors")
-        modules = install(network.trial, choice.batch_size, choice.step)
+        modules = install(network.trial, choice.batch_size, choice.step, search.settings.planner)
         try:
             measured = network.trial.measure(choice.batch_size, with_scratch=False)
         finally:

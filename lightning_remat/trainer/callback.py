@@ -207,7 +207,7 @@ class Rematerialization(Callback):
             if known is not None and not fits_stored(trial, known):
                 known = None
             if known is not None:
-                found = known, install(trial, trial.batch_size, known.step)
+                found = known, install(trial, trial.batch_size, known.step, settings.planner)
             else:
                 found = planned(trial, settings, self._leave_alone)
                 if found is None:

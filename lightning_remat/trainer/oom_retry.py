@@ -113,7 +113,8 @@ class StepRetry:
         except InfeasibleBudgetError:
             model = with_apart(trial, model, with_scratch=self.settings.counts_scratch)
             plan = model.plan(trial.batch_size, budget, self.settings.planner)
-        self.modules[:] = install(trial, trial.batch_size, plan)  # the callback restores what this list holds
+        # The callback restores what this list holds.
+        self.modules[:] = install(trial, trial.batch_size, plan, self.settings.planner)
         if self.settings.compile_stretches:
             compile_programs(self.modules, StretchCompiler())
         return plan

@@ -95,7 +95,7 @@ def plan_world(size: int, arguments: argparse.Namespace) -> World:
         least = lowest.predicted_peak_bytes
         budgets = [least + (plain_bytes - least) * k // (NUM_BUDGETS - 1) for k in range(1, NUM_BUDGETS)]
         plans = (lowest, *(_planned(model, arguments, budget) for budget in budgets))
-        modules = install(trial, arguments.batch_size, plans[len(plans) // 2])
+        modules = install(trial, arguments.batch_size, plans[len(plans) // 2], arguments.planner)
         measured = trial.measure(arguments.batch_size, with_scratch=False)
         uninstall(modules)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - start_on_processor

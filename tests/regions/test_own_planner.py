@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from remat_runs import Classifier, run, seeded
 from torch import Tensor, nn
 from training_steps import step_peak
 
 from benchmarks.peaks import LOSS_BYTES
-from lightning_remat import PLANNERS, Graph, Schedule, find_batch_size, rematerialize
+from lightning_remat import PLANNERS, Graph, Rematerialization, Schedule, find_batch_size, rematerialize
 
 
 class Switched(nn.Module):
@@ -54,6 +56,41 @@ def test_the_users_planner_plans_what_a_part_does_later() -> None:
     module.first.is_on = True
     module(x).sum().backward()
     assert planned
+
+
+class Twice(Switched):
+    """Runs its layers twice when it is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(x) * 2
+        return self.layers(h.tanh()) if self.is_on else h
+
+
+class Growing(Classifier):
+    """Its network does more from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Twice()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.is_on = batch_idx > 1
+        return self.net(torch.randn(256, 32)).sum()
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+def test_the_users_planner_plans_what_comes_later_in_training_too(tmp_path: Path) -> None:
+    kinds: list[set[str]] = []
+
+    def planner(graph: Graph, budget_bytes: int, **options: object) -> Schedule:
+        kinds.append({node.kind for node in graph.nodes})
+        return PLANNERS["periodic"](graph, budget_bytes)
+
+    run(tmp_path, seeded(Growing), Rematerialization(planner, memory_budget="85%", batch_size="keep"), max_steps=2)
+    assert all("tanh" not in found for found in kinds)
+    run(tmp_path, seeded(Growing), Rematerialization(planner, memory_budget="85%", batch_size="keep"), max_steps=4)
+    assert any("tanh" in found for found in kinds)
 
 
 @pytest.mark.slow
