@@ -22,6 +22,9 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 
+PRECISION_BACKENDS = ("cuda", "mkldnn")
+"""The names under which PyTorch keeps the precisions of float32: of devices, and of the host."""
+
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
     """The first that is not the host; the host where all tensors are on it."""

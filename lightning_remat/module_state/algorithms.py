@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 
+from ..devices import PRECISION_BACKENDS
+
 _C = cast(Any, torch)._C
 """Where a choice is read at a tenth of the price of its public name: all are read in every call of a planned module."""
 
-_PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn"))
+_PRECISIONS = tuple((backend, kind) for backend in PRECISION_BACKENDS for kind in ("matmul", "conv", "rnn"))
 """What has a precision of float32 of its own; what is set for all of a backend, or for all, shows there."""
 
 _FLAGS = (
@@ -65,11 +67,12 @@ def _precisions() -> tuple[str, ...]:
 
 def _set_precisions(values: tuple[str, ...]) -> None:
     precision = dict(zip(_PRECISIONS, values, strict=True))
-    is_high = precision["cuda", "matmul"] == "tf32"
-    word = "medium" if precision["mkldnn", "matmul"] == "bf16" else "high" if is_high else "highest"
+    device, host = PRECISION_BACKENDS
+    is_high = precision[device, "matmul"] == "tf32"
+    word = "medium" if precision[host, "matmul"] == "bf16" else "high" if is_high else "highest"
     older: tuple[tuple[Callable[[], Any], Callable[[Any], object], Any], ...] = (
         (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision, word),
-        (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, precision["cuda", "conv"] == "tf32"),
+        (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, precision[device, "conv"] == "tf32"),
     )
     for read, write, value in older:  # each stands for several precisions
         try:

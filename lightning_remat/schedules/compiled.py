@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import numba
 import numpy as np
+from numba.core import event
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -31,12 +33,42 @@ def njit_numpy(function: _Function) -> _Function:
     return _kept(numba.njit(nogil=True, error_model="numpy")(function))
 
 
+class _Teller(event.Listener):
+    """Tells, once, why nothing is to be seen for a while: numba compiles one of these functions."""
+
+    def __init__(self) -> None:
+        self._ours: WeakSet[Any] = WeakSet()
+
+    def on_start(self, event: Any) -> None:
+        """A function is compiled, which was not found on disk."""
+        if event.data["dispatcher"] in self._ours:
+            _tell_of_compiling()
+
+    def on_end(self, event: Any) -> None:
+        """It is done."""
+
+    def tell_of(self, compiled: Any) -> None:
+        """Of this function, too."""
+        self._ours.add(compiled)
+
+
+_TELLER = _Teller()
+cast(Any, event).register("numba:compile", _TELLER)
+
+
 def _kept(compiled: Any) -> Any:
+    _TELLER.tell_of(compiled)
     try:
         compiled.enable_caching()
     except RuntimeError:  # numba's word for a folder of the package and one of the user that cannot be written to
         _tell_of_no_cache()
     return compiled
+
+
+@cache
+def _tell_of_compiling() -> None:
+    """Of all functions together: one by one they are compiled as they are needed."""
+    logger.warning("lightning_remat compiles its planners, as always after it was installed: up to a minute, once")
 
 
 @cache

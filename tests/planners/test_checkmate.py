@@ -88,7 +88,7 @@ def test_a_sweep_cut_short_is_not_remembered(monkeypatch, caplog):
     assert "after 0 of 7 memory limits" in caplog.text
     caplog.clear()
     everything = relaxation.sweep(graph, 60.0, None, progress=False)
-    assert not caplog.text
+    assert "memory limits" not in caplog.text
     assert everything[0].seconds < few[0].seconds
 
 
@@ -103,7 +103,7 @@ def test_a_sweep_cut_short_says_so_every_time(caplog):
 
 def test_an_answer_proven_optimal_says_nothing(caplog):
     plan_checkmate(relu_chain(6), 500, method="milp")
-    assert not caplog.text
+    assert "memory limits" not in caplog.text
 
 
 def test_progress_is_printed(capsys):

@@ -35,3 +35,28 @@ def test_planning_where_neither_package_nor_home_can_be_written(tmp_path: Path) 
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env={**kept, **home})
     assert done.stdout.split() == [str(copy / "__init__.py"), "True"]
     assert done.stderr.count("set NUMBA_CACHE_DIR") == 1
+
+
+COMPILE = """
+from lightning_remat.schedules.compiled import njit
+
+@njit
+def double(number):
+    return 2 * number
+
+@njit
+def triple(number):
+    return 3 * number
+
+print(double(2), triple(2))
+"""
+
+
+def test_compiling_is_told_once_and_only_where_it_is_done(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(COMPILE)
+    command = [sys.executable, str(program)]
+    cache = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    told = [subprocess.run(command, check=True, capture_output=True, text=True, env=cache) for _ in range(2)]
+    assert [done.stdout.split() for done in told] == [["4", "6"]] * 2
+    assert [done.stderr.count("compiles its planners") for done in told] == [1, 0]
