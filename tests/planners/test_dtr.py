@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from hypothesis import given, settings
 from oracles.eviction_reference import Eviction, OutOfMemory
@@ -44,23 +42,6 @@ def test_every_replay_is_valid_within_its_limit_and_lower_with_liveness(graph):
             online, offline = simulate(graph, schedule), simulate(graph, apply_liveness(graph, schedule))
             assert offline.peak_bytes <= online.peak_bytes <= budget
             assert offline.seconds == online.seconds
-
-
-@settings(max_examples=60, deadline=None)
-@given(node_graphs(most=8))
-def test_planner_keeps_to_every_budget_and_succeeds_at_its_floor(graph):
-    with pytest.raises(InfeasibleBudgetError) as error:
-        plan_dtr(graph, 0)
-    floor = error.value.minimum_bytes
-    assert error.value.node in {node.name for node in graph.nodes}
-    with pytest.raises(InfeasibleBudgetError):
-        plan_dtr(graph, floor - 1)
-    slower = math.inf
-    for budget in range(floor, floor + 40, 5):
-        simulation = simulate(graph, plan_dtr(graph, budget))
-        assert simulation.peak_bytes <= budget
-        assert simulation.seconds <= slower
-        slower = simulation.seconds
 
 
 @settings(max_examples=20, deadline=None)

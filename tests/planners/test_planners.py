@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from oracles.node_graphs import node_graphs
 from random_graphs import graphs
 
 from lightning_remat import PLANNERS, Graph, InfeasibleBudgetError, Node, Schedule, Simulation, plan, simulate
@@ -128,3 +131,22 @@ def test_auto_is_never_slower_and_goes_lowest(graph: Graph) -> None:
         for name, floor in floors.items():
             if floor <= budget:
                 assert ours <= plan(graph, budget, name).simulation.seconds + 1e-9, (name, budget)
+
+
+@pytest.mark.parametrize("name", ["dtr", "feng"])
+@settings(max_examples=60, deadline=None)
+@given(graph=node_graphs(most=8))
+def test_more_memory_is_never_slower_from_the_floor_on(name: str, graph: Any) -> None:
+    planner = PLANNERS[name]
+    with pytest.raises(InfeasibleBudgetError) as error:
+        planner(graph, 0)
+    floor = int(error.value.minimum_bytes)
+    assert error.value.node in {node.name for node in graph.nodes}
+    with pytest.raises(InfeasibleBudgetError):
+        planner(graph, floor - 1)
+    slower = math.inf
+    for budget in range(floor, floor + 40, 5):
+        simulation = simulate(graph, planner(graph, budget))
+        assert simulation.peak_bytes <= budget
+        assert simulation.seconds <= slower
+        slower = simulation.seconds
