@@ -10,9 +10,9 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any, cast
@@ -26,6 +26,7 @@ from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImpo
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
+from ..operations.functions import runnable_as_written
 from ..operations.module_hooks import replace_module_hooks
 from . import (
     as_in_eager,
@@ -78,6 +79,13 @@ class CapturedGraph:
     """
 
     module: fx.GraphModule
+    _as_written: list[fx.GraphModule] = field(default_factory=list[fx.GraphModule], init=False, repr=False)
+
+    def run(self, values: Sequence[Any]) -> Any:
+        """What it computes, where it is not planned: as the user wrote it."""
+        if not self._as_written:
+            self._as_written.append(runnable_as_written(self.module, values))
+        return self._as_written[0](*values)
 
     @property
     def graph(self) -> fx.Graph:

@@ -13,7 +13,7 @@ from ..measure.meter import tensor_storage
 from ..module_state.ambient import casts_apart
 from ..module_state.nesting import tensors_in
 from ..operations.contexts import lift_contexts
-from ..operations.functions import replace_functions, returns_nothing
+from ..operations.functions import differentiates_in_its_backward, replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
 from .aliasing import Record, record
 from .dynamo import CapturedGraph, CaptureError, CompiledForward, forward_of
@@ -153,6 +153,10 @@ def traced_graph(
         raise TraceError(f"{type(module).__name__}: {reason}")
     join_exchanges(graph)
     reasons = replace_functions(root, owned)
+    if differentiates_in_its_backward(root):
+        raise TraceError(
+            "it calls torch.utils.checkpoint with use_reentrant=True, which differentiates in its backward"
+        )
     records = record(root, values)
     if is_out_of_place:
         if not put_out_of_place(graph, records):

@@ -80,7 +80,7 @@ class _Rewritten:
                     self.programs[graph] = found or self.programs.get(graph)
         program = self.programs[graph]
         if program is None:
-            return graph.module(*values)
+            return graph.run(values)
         self.ran.add(program)
         return run_forward(program, values, self.watch)
 

@@ -7,16 +7,14 @@ runs behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
-
-from ..errors import TraceError
 
 # fx does not type the modules that it generates, nor autograd its contexts.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -156,15 +154,38 @@ def _only_overload(target: Any) -> Any:
     return target
 
 
+def runnable_as_written(module: fx.GraphModule, values: Sequence[Any]) -> fx.GraphModule:
+    """A captured graph that does what the user wrote where it is run as it is.
+
+    Args:
+        module: The graph, which stays as it is.
+        values: Of its placeholders.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    root = fx.GraphModule(module, graph)
+    placeholders = (n for n in root.graph.nodes if n.op == "placeholder")
+    owned = [n for n, value in zip(placeholders, values, strict=True) if isinstance(value, nn.Parameter)]
+    before = [n.target for n in root.graph.nodes]
+    replace_functions(root, owned)
+    if before == [n.target for n in root.graph.nodes]:
+        return module
+    root.recompile()
+    return root
+
+
+def differentiates_in_its_backward(root: fx.GraphModule) -> bool:
+    """Whether it calls `checkpoint` in the form that does, so that nothing of it can be recomputed."""
+    called = (n.target for n in root.graph.nodes)
+    return any(isinstance(target, Checkpointed) and target.options.get("use_reentrant") for target in called)
+
+
 def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[str]:
     """Puts these in the place of TorchDynamo's targets; a sentence for each call of `checkpoint`.
 
     Args:
         root: The captured graph, changed here, with the bodies of functions.
         owned: The placeholders that stand for parameters and buffers.
-
-    Raises:
-        TraceError: It calls `checkpoint` in the form that differentiates in its backward.
     """
     reasons: list[str] = []
     for n in root.graph.nodes:
@@ -178,10 +199,6 @@ def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[
             held = [i for i, a in enumerate(n.args[1:]) if a in owned]
             n.target = Checkpointed(held, dict(n.kwargs))
             n.kwargs = {}
-            if n.target.options.get("use_reentrant"):
-                raise TraceError(
-                    "it calls torch.utils.checkpoint with use_reentrant=True, which differentiates in its backward"
-                )
             body = getattr(root, str(cast(fx.Node, n.args[0]).target))
             if (context_fn := body.meta.get("_checkpoint_context_fn")) is not None:
                 n.target.options["context_fn"] = context_fn

@@ -138,12 +138,12 @@ def _look_through(
 
     def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
         if len(frames) > 1 or not torch.is_grad_enabled():
-            return graph.module(*values)
+            return graph.run(values)
         held = {id(t) for t in (*module.parameters(), *module.buffers())}
         args = tuple(v for v in values if isinstance(v, Tensor) and id(v) not in held)
         frames.append(top.call(module, args, {}, backwards.called()))
         frames[-1].part = Part(graph, values)
-        output = graph.module(*values)
+        output = graph.run(values)
         leave_by(frames.pop(), output)
         return output
 
