@@ -8,6 +8,7 @@ from itertools import groupby
 
 from torch import fx
 
+from ..operations.contexts import contexts_of
 from ..operations.evaluation import Item, OnValue, Stretch, TapeOf, compile_stretch
 from ..operations.indifferent import is_indifferent
 from ..operations.operation import TracedModule
@@ -73,11 +74,15 @@ class Stretches:
 
     def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int], rests: Rests) -> None:
         self.traced, self.slot_of, self.rests = traced, slot_of, rests
+        self._has_contexts = any(contexts_of(part) for operation in traced.operations for part in operation.parts)
 
     def of_forward(
         self, forward: Iterable[Instruction], plain: Collection[int], attended: Collection[int]
     ) -> tuple[Stretch | Instruction, ...]:
         """The instructions of a forward in which nothing is watched.
+
+        A function is run outside the contexts of operations, which therefore are left for it: what autocast has cast
+        once must not be cast anew because of a discard in between, which stays an instruction.
 
         Args:
             forward: The instructions, one by one.
@@ -87,7 +92,10 @@ class Stretches:
         found: list[Stretch | Instruction] = []
         for is_simple, group in groupby(forward, lambda i: _is_simple(i, Do.RUN, plain)):
             instructions = tuple(group)
-            found += [self.compiled(instructions, is_first=True, attended=attended)] if is_simple else instructions
+            if is_simple and (not self._has_contexts or any(what is Do.RUN for what, _ in instructions)):
+                found.append(self.compiled(instructions, is_first=True, attended=attended))
+            else:
+                found += instructions
         return tuple(found)
 
     def of_backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +18,6 @@ from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import local_part
 from ..operations.saved_tensors import tensors_of
-
-logger = logging.getLogger("lightning_remat")
 
 Outcome = Mapping[str, bytes]
 """What a step produces (losses or outputs, gradients, buffers, random states): by name, the `fingerprint` of each."""
@@ -110,15 +108,27 @@ def compared(module: nn.Module, run: Run, *, agree: Agree, when: str = "", may_v
     by_plan = agree(int(ran == programs)) == 1
     if agree(int(what is None)) == 1:
         return Compared(by_plan)
+    told = what or "results on another rank"
     if may_vary and agree(int(_repeats_itself(module, run, plain))) == 0:
-        logger.info("a step is not compared with the planned one: its plain runs differ from each other")
+        warnings.warn(
+            f"a step is not compared with the planned one: its plain runs differ from each other in their {told}. That "
+            "may be an operation that is not deterministic, or something that steps use up and nobody can put back, as "
+            "an iterator that the module holds: the steps that were tried have used it, too",
+            stacklevel=2,
+        )
         return Compared(by_plan)
+    if may_vary:
+        with _unlearned(module), watched(module):  # as before: what is watched is run one by one
+            again = _outcome(module, run)
+        if agree(int(_unlike(plain, again) is None)) == 1:
+            warnings.warn(
+                f"a planned step differed from the plain one in its {told}, and did not when it was run again",
+                stacklevel=2,
+            )
+            return Compared(by_plan)
     watch = RunWatch()
     with _unlearned(module), watched(module, watch):
-        again = _outcome(module, run)
-    if may_vary and agree(int(_unlike(plain, again) is None)) == 1:
-        logger.info("a planned step differed from the plain one in its %s, and did not when it was run again", what)
-        return Compared(by_plan)
+        _outcome(module, run)
     node = watch.unlike[0] if watch.unlike else None
     return Compared(by_plan, None if what is None else Difference(what, node, when), differs=True)
 

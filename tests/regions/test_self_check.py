@@ -225,8 +225,11 @@ def test_ranks_compare_the_same_steps_and_come_to_the_same_end(
     def compare(rank: int) -> Compared:
         return compared(rewritten[rank], run_of(rank), agree=lambda value: ranks.agree(rank, value))
 
-    with ThreadPoolExecutor(2) as pool:
+    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("always")
         found = list(pool.map(compare, range(2)))
+    varies = "numbered" in plain and "numbered" not in planned
+    assert any("its plain runs differ" in str(w.message) for w in caught) is varies
     assert [(f.by_plan, f.differs) for f in found] == [(by_plan, differs)] * 2
     assert [f.difference and f.difference.what for f in found] == different
     assert all("forward" in vars(module) for module in rewritten)

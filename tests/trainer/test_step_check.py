@@ -243,8 +243,9 @@ class Noisy(Watching):
         return super().training_step(batch, batch_idx) * next(self.numbers)
 
 
-def test_nothing_is_said_of_a_step_that_is_not_the_same_twice(tmp_path: Path) -> None:
-    _, callback = compared(Noisy, tmp_path)
+def test_a_step_that_is_not_the_same_twice_is_told_and_planned(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="its plain runs differ from each other in their loss"):
+        _, callback = compared(Noisy, tmp_path)
     assert callback.result.step.num_recomputed
 
 
