@@ -5,13 +5,15 @@ number. TorchDynamo has `torch.maximum` or `torch.clamp` in their place, where t
 each; so such a call divides the forward. `torch.addcdiv` with a `value` would be three operations, with other bits.
 Derivatives that are taken in a forward divide it, too: gradients by `torch.func` (`grad`, `vjp`, `jacrev`, `hessian`)
 forbid the hooks of saved tensors that recomputations need, and a level of forward mode is over by then. A function that
-writes an attribute of a class runs as it is: instances would go on to read what it was.
+writes an attribute of a class runs as it is: instances would go on to read what it was. So does what advances a
+generator that was made before: TorchDynamo would make it anew in every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,
     UserDefinedClassVariable,
 )
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.ctx_manager import DualLevelContextManager, GradIncrementNestingCtxManagerVariable
 from torch._dynamo.variables.tensor import UnspecializedPythonVariable
 
@@ -72,6 +75,16 @@ def _unless_of_a_class(place: int, store: Callable[..., Any]) -> Callable[..., A
     return store_attr
 
 
+def _unless_a_generator(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wrap)
+    def wrap_other(builder: VariableBuilder, value: Any) -> Any:
+        if type(value) is GeneratorType and is_captured_as_eager():
+            divide_at(value.__qualname__, "a generator that was made before is advanced:")
+        return wrap(builder, value)
+
+    return wrap_other
+
+
 def _as_it_is(*_: Any, **__: Any) -> None:
     """What TorchDynamo may have in a function's place: nothing."""
 
@@ -82,6 +95,7 @@ CHANGES = [
     Exchange(GradIncrementNestingCtxManagerVariable, "enter", _unless_a_derivative),
     Exchange(DualLevelContextManager, "enter", _unless_a_derivative),
     Exchange(SideEffects, "store_attr", partial(_unless_of_a_class, 1)),
+    Exchange(VariableBuilder, "_wrap", _unless_a_generator),
 ]
 if hasattr(BuiltinVariable, "call_setattr"):  # torch 2.11 knows classes to write to in no other way
     CHANGES.append(Exchange(BuiltinVariable, "call_setattr", partial(_unless_of_a_class, 2)))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 
+from .iterators import iterators_undo
 from .own_code import global_names, is_own_code
 from .random_state import RandomState, generator_of
 from .sharding import local_part
@@ -71,7 +72,7 @@ class Recorder:
         with_tensors: Whether the contents of other tensors and of arrays are.
 
     Attributes:
-        undo: What puts back all that was added; each is to run, in any order.
+        undo: What puts back all that was added; each is to run, the last one first.
     """
 
     def __init__(self, with_parameters: bool = True, with_gradients: bool = True, with_tensors: bool = True) -> None:
@@ -85,6 +86,7 @@ class Recorder:
             if self._is_new(module):
                 for parameter in module.parameters(recurse=False):
                     self._add_parameter(parameter)
+                self.undo.append(iterators_undo(module))
                 self._add_attributes(module)
 
     def add_holder(self, holder: Any) -> None:

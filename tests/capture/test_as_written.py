@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from changing_steps import WIDTH, Halves, Outcome, outcome_of
 from torch import Tensor, nn
+
+from lightning_remat import rematerialize
 
 
 class Memory(Halves):
@@ -101,6 +105,15 @@ class CountsForAll(Halves):
             type(self).calls = 0
 
 
+class Generated(Halves):
+    """Multiplies by what a generator yields."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * next(self.numbers)
+
+    numbers: Iterator[int]
+
+
 WRITTEN = [MovingAverage, WrittenByQuotient, WrittenByProduct, WrittenInLists, WrittenInListsUnread, Quotient]
 OF_CLASSES = [CountsForAll]
 CHOSEN = [TheLarger, TheLeast, Alike, Hinge]
@@ -109,3 +122,15 @@ CHOSEN = [TheLarger, TheLeast, Alike, Hinge]
 @pytest.mark.parametrize("case", [*WRITTEN, *OF_CLASSES, *CHOSEN])
 def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
+
+
+@pytest.mark.filterwarnings("ignore:Generated holds an iterator")
+def test_a_generator_goes_on_where_it_was() -> None:
+    module, x = Generated(), torch.randn(64, WIDTH)
+    module.numbers = (n for n in (1, 1, 1, 1, 1, 1, 1, 1))  # of which planning takes what it takes
+    assert rematerialize(module, x, memory_budget="100%", planner="periodic").rung == "regions"
+    module.numbers = (n for n in (1, 2, 4))
+    outputs = [module(x) for _ in range(3)]
+    with torch.no_grad():
+        wanted = [module.tail(module.head(x) * k) for k in (1, 2, 4)]
+    assert all(map(torch.equal, outputs, wanted))

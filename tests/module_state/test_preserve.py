@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,3 +117,28 @@ def test_optimizer_state_is_put_back(kind: Any, steps_before: int) -> None:
         assert str(optimizer.state_dict()) != before[0]
     assert (str(optimizer.state_dict()), parameter.tolist(), sorted(vars(optimizer))) == before
     assert all(p is parameter for p in optimizer.state)
+
+
+ADVANCED = {
+    "list": lambda: iter([1, 2, 3]),
+    "tuple": lambda: iter((1, 2, 3)),
+    "range": lambda: iter(range(1, 4)),
+    "count": lambda: itertools.count(1),
+}
+
+
+@pytest.mark.parametrize("make", ADVANCED.values(), ids=ADVANCED)
+def test_iterators_are_where_they_were(make: Callable[[], Iterator[int]]) -> None:
+    module: Any = nn.Sequential(nn.Identity())
+    module[0].it = make()
+    for first in (1, 2):
+        with preserved([module]):
+            assert [next(module[0].it), next(module[0].it)] == [first, first + 1]
+        assert next(module[0].it) == first
+
+
+def test_iterators_that_cannot_be_put_back_are_told() -> None:
+    module: Any = nn.Sequential(nn.Identity())
+    module[0].it = (k for k in range(3))
+    with pytest.warns(UserWarning, match="Identity holds an iterator, it: .*Remedy"), preserved([module]):
+        next(module[0].it)
