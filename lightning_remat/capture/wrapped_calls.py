@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable, WrapperUserMethodVariable
@@ -19,7 +18,7 @@ def wrapper_of(variable: Any) -> Any:
     return variable if hasattr(variable, "wrapper_obj") else variable.fn
 
 
-def called_as_they_are(find: Callable[[Any], FunctionType | None], reason: str, *kinds: type) -> list[Exchange]:
+def called_as_they_are(find: Callable[[Any], Callable[..., Any] | None], reason: str, *kinds: type) -> list[Exchange]:
     """Has some functions called as they are, between two graphs.
 
     What calls a method runs as it is as a whole: TorchDynamo would call what is wrapped, and without its object.
@@ -34,9 +33,10 @@ def called_as_they_are(find: Callable[[Any], FunctionType | None], reason: str, 
         @wraps(call)
         def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
             if is_captured_as_eager() and (found := find(variable)) is not None:
+                name = str(getattr(found, "name", found.__qualname__))  # the first is what `torch.jit.script` tells
                 if variable.self_args():
-                    run_as_it_is(found.__qualname__, reason)
-                divide_at(found.__qualname__, reason, "it is called as it is, between two graphs.")
+                    run_as_it_is(name, reason)
+                divide_at(name, reason, "it is called as it is, between two graphs.")
             return call(variable, *args, **kwargs)
 
         return call_function

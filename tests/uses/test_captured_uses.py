@@ -211,6 +211,28 @@ class Scripted(Halves):
         return self.scripted(h)
 
 
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+class ScriptedFunction(Halves):
+    """Calls a function that is compiled by `torch.jit`, as many a model does for its activations."""
+
+    swish: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        ScriptedFunction.swish = ScriptedFunction.swish or torch.jit.script(swish)
+
+    def change(self, k: int) -> None:
+        for _ in range(4):
+            x = torch.randn(BATCH, WIDTH, requires_grad=True)
+            torch.autograd.grad(self.swish(x).sum(), x)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.swish(h)
+
+
 class NumpyArgument(Halves):
     def batch(self, k: int) -> tuple[Any, ...]:
         return (*super().batch(k), np.full(WIDTH, 1.0 + k, dtype=np.float32))
@@ -270,8 +292,8 @@ class DictionaryOutput(Halves):
 
 CASES = [
     slow(UnusedOutputs), EvalBetween, FrozenBetween, FrozenAtFirst, Checkpoint, ReentrantCheckpoint, CustomFunction,
-    CustomFunctionKeepsOnContext, PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, NumpyArgument,
-    DataclassOutput, ObjectOutput, DictionaryOutput,
+    CustomFunctionKeepsOnContext, PositionsInPlace, ClassToken, SplitTwice, HookKeepsOutput, Scripted, ScriptedFunction,
+    NumpyArgument, DataclassOutput, ObjectOutput, DictionaryOutput,
     failing(ForcesInForward, "what differentiates all of itself needs it at once: nothing is worth recomputing"),
     PenaltyInPart,
 ]  # fmt: skip
