@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from itertools import product
 from operator import gt, le
 from typing import Any, cast
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from ..budget import format_bytes
 from ..capture.dynamo import CapturedGraph, CompiledForward
 from ..capture.tracer import is_alike, traced_graph
-from ..errors import TraceError
+from ..errors import ScheduleError, TraceError
 from ..lowering import keep_everything
+from ..measure.out_of_memory import is_out_of_memory
+from ..module_state.ambient import Ambient
 from ..module_state.nesting import tensors_in
+from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.region_options import Asking, Option, owning_nothing
 from ..plans.step_memory import RegionPeaks
 from ..profiling.profiler import profile_call
+from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .program import Program, compile_schedule
 
@@ -34,6 +38,28 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 _MOST_PLANS = 8
 """Graphs in which something must be recomputed that are planned while a module trains; further ones run plain."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What the memory of a graph of known operations depends on.
+
+    Attributes:
+        kinds: Types of the tensors that come in, whether they ask for gradients, autocast, the numbers in its calls.
+        sizes: Elements of these tensors.
+    """
+
+    kinds: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: CapturedGraph, values: list[Any]) -> _Demand:
+        # In what order they come in differs from graph to graph.
+        tensors = sorted(tensors_in(values), key=lambda t: (str(t.dtype), t.requires_grad, t.numel()))
+        autocast = Ambient.current({"cpu", *(t.device.type for t in tensors)} - {"meta"}).autocast
+        numbers = [a for n in graph.graph.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+        kinds = (*((t.dtype, t.requires_grad) for t in tensors), *sorted(autocast), *numbers)
+        return cls(kinds, tuple(t.numel() for t in tensors))
 
 
 class LaterGraphs:
@@ -51,6 +77,7 @@ class LaterGraphs:
     def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
         self.parts, self.planner, self.headroom_bytes = parts, planner, headroom_bytes
         self.parameters: dict[CapturedGraph, frozenset[str]] = {}
+        self._demands: dict[CapturedGraph, _Demand] = {}
         self._sizes: dict[CapturedGraph, list[int]] = {}  # of those with plans of their own
         self._num_plans = 0
         self._has_warned = False
@@ -59,6 +86,7 @@ class LaterGraphs:
         """A graph of the module runs for the first time."""
         read = {id(v) for v in values}
         self.parameters[graph] = frozenset(name for name, p in module.named_parameters() if id(p) in read)
+        self._demands[graph] = _Demand.of(graph, values)
 
     def is_outgrown(self, graph: CapturedGraph, values: list[Any]) -> bool:
         """Whether a graph that was looked at before runs on something larger now."""
@@ -78,16 +106,23 @@ class LaterGraphs:
         try:
             traced = traced_graph(module, forward, graph, values, given)
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
+            limits = self._limits(graph)
             for (program, plan), found in product(self.parts, (traced, apart)):
                 if found is not None and is_alike(found, program.traced):
-                    return compile_schedule(found, plan.schedule, plan.graph)
+                    if self._needs_no_more(graph, cast(CapturedGraph, program.traced.captured)):
+                        return compile_schedule(found, plan.schedule, plan.graph)
+                    costs = self._costs(found, values, given)
+                    if costs is None or _keeps_within(Asking(costs, self.planner), plan.schedule, limits):
+                        return compile_schedule(found, plan.schedule, costs or plan.graph)
             assert traced is not None
             if not traced.operations:
                 return None
             self._sizes.setdefault(graph, _sizes_in(values))
-            costs = profile_call(traced, values, given, repeats=1)
-            asking = Asking(owning_nothing(costs), self.planner)
-            plain, limits = asking.option(keep_everything(costs)), self._limits(graph)
+            costs = self._costs(traced, values, given)
+            if costs is None:
+                raise TraceError("there is no memory to find out what it needs")
+            asking = Asking(costs, self.planner)
+            plain = asking.option(keep_everything(costs))
             if _is_within(plain.peaks, limits):
                 return None
             if self._num_plans == _MOST_PLANS:
@@ -108,6 +143,20 @@ class LaterGraphs:
                 )
             self._has_warned = True
             return None
+
+    def _costs(self, traced: TracedModule, values: list[Any], given: list[Tensor]) -> Graph | None:
+        """The profile of a graph; None where there is no memory for that."""
+        try:
+            return owning_nothing(profile_call(traced, values, given, repeats=1))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def _needs_no_more(self, graph: CapturedGraph, known: CapturedGraph) -> bool:
+        """Whether a graph of the same operations works on no more than a known one, that has run."""
+        own, other = self._demands[graph], self._demands.get(known)
+        return other is not None and own.kinds == other.kinds and all(map(le, own.sizes, other.sizes))
 
     def _limits(self, graph: CapturedGraph) -> RegionPeaks:
         """What a graph may need, and hold, in the place of a known one, so that the step stays within its budget.
@@ -131,6 +180,14 @@ class LaterGraphs:
             return tensors_in(call[1:])
         owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
         return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
+
+
+def _keeps_within(asking: Asking, schedule: Schedule, limits: RegionPeaks) -> bool:
+    """Whether a schedule for the same operations does; not where their backwards read what it has discarded."""
+    try:
+        return _is_within(asking.option(schedule).peaks, limits)
+    except ScheduleError:
+        return False
 
 
 def _is_within(peaks: RegionPeaks, limits: RegionPeaks) -> bool:

@@ -1,4 +1,5 @@
-"""Batches that need more than the one that was planned for: the step is planned anew, to stay within the budget."""
+"""Steps that need more than the one that was planned for are planned anew, to stay within the budget: those of larger
+batches, and those in which more of the model is trained."""
 
 from __future__ import annotations
 
@@ -61,13 +62,30 @@ class _Sizes:
         return max(self.num_elements / max(1, other.num_elements), *extents, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Bytes of the parameters that are trained, and of all."""
+
+    trained: int
+    all: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Weights:
+        sizes = [(p.numel() * p.itemsize, p.requires_grad) for p in module.parameters()]
+        return cls(sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
+
+    def exceeds(self, other: _Weights) -> bool:
+        return self.trained > other.trained or self.all > other.all
+
+
 class LargerBatches:
     """Plans a step anew before a batch with which the plan may exceed the budget, on one device.
 
     Where texts, sounds, images or graphs are of several sizes, batches are. That of the first step was planned for; the
     plan serves for all for which the step cannot need more than the budget, as it grows at most with the square of what
     grows. A larger one is planned and checked like the first, with some room for what comes; where its least peak is
-    above the budget it gets that, and a warning tells. No step is planned anew for a smaller one.
+    above the budget it gets that, and a warning tells. No step is planned anew for a smaller one. So is the first step
+    in which more is trained than before: layers that are no longer frozen, that are new, or of a larger type.
 
     Args:
         trainer: On one device.
@@ -94,6 +112,7 @@ class LargerBatches:
         self.budget_bytes = result.budget_bytes
         module = trainer.lightning_module
         self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
+        self._weights = _Weights.of(module)
         self._known = [(_Sizes.of(batch), _peak_of(result))]
         self._num_plans = 0
         self._is_over = False
@@ -102,8 +121,15 @@ class LargerBatches:
         """Whether a step of this batch may exceed the budget by the present plan."""
         if self._is_over:
             return False
+        if self.has_grown:
+            return True
         sizes = _Sizes.of(batch)
         return all(self._exceeds(sizes.over(known), peak) for known, peak in self._known)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the model has more parameters, or trains more of them, than the plan is for."""
+        return _Weights.of(self.trainer.lightning_module).exceeds(self._weights)
 
     def _exceeds(self, growth: float, peak_bytes: int) -> bool:
         beyond = peak_bytes - self._held_bytes
@@ -114,12 +140,14 @@ class LargerBatches:
         if self._num_plans == _MOST_PLANS:
             self._is_over = True
             rank_zero_warn(
-                f"Rematerialization has planned anew for {_MOST_PLANS} larger and larger batches and does so no more: "
-                "those that are larger still may exceed the budget. Remedy: train on the largest batch first"
+                f"Rematerialization has planned anew {_MOST_PLANS} times, for larger and larger batches or as more was "
+                "trained, and does so no more: steps may exceed the budget. Remedy: train on the largest batch first"
             )
             return None
         self._num_plans += 1
-        before = Rewriting(self.trainer.lightning_module)
+        module = self.trainer.lightning_module
+        why = "as more is trained" if self.has_grown else "for a larger batch"
+        before = Rewriting(module)
         uninstall(self.modules)
         trial = LightningTrial(self.trainer, self.settings, batch, batch_idx, with_optimizer=False)
         try:
@@ -131,7 +159,7 @@ class LargerBatches:
                 raise
             self._is_over = True
             rank_zero_warn(
-                "Rematerialization cannot plan anew for a larger batch, whose step may exceed the budget: "
+                f"Rematerialization cannot plan anew {why}, and the step may exceed the budget: "
                 f"{error.__cause__ or error!r}"
             )
             return None
@@ -143,9 +171,13 @@ class LargerBatches:
             return None
         if self.settings.compile_stretches:
             compile_programs(modules, StretchCompiler())
+        if self.has_grown:
+            self._known.clear()  # what was known is of another model
+            self._weights = _Weights.of(module)
+            self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
         self._known.append((_Sizes.of(batch), _peak_of(result)))
         rank_zero_info(
-            f"Rematerialization plans anew for a larger batch: {format_bytes(_peak_of(result))}, recompute overhead "
+            f"Rematerialization plans anew {why}: {format_bytes(_peak_of(result))}, recompute overhead "
             f"{result.recompute_overhead:.1%}"
         )
         return replace(result, budget_bytes=max(result.budget_bytes, self.budget_bytes))
@@ -157,7 +189,7 @@ class LargerBatches:
             return find(trial, self.settings)
         except InfeasibleBudgetError as error:
             self._is_over = True  # what is larger still cannot fit either
-            rank_zero_warn(f"a batch is larger than those planned for, and gets the lowest peak: {error}")
+            rank_zero_warn(f"a step needs more than those planned for, and gets the lowest peak: {error}")
             return find(trial, self.settings, lowest=True)
 
     def _with_room(self) -> Settings:

@@ -110,7 +110,7 @@ def test_batches_that_cannot_need_more_are_not_planned_anew(tmp_path: Path, monk
 
 
 def test_a_batch_that_cannot_fit_gets_the_lowest_peak(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="larger than those planned for, and gets the lowest peak: .* needs"):
+    with pytest.warns(UserWarning, match="needs more than those planned for, and gets the lowest peak: .* needs"):
         module, callback, peaks = trained(tmp_path, (20, 400, 20, 500), plain_peak(tmp_path, 30))
     assert module.steps == 4
     assert callback.result is not None
@@ -121,7 +121,7 @@ def test_a_batch_that_cannot_fit_gets_the_lowest_peak(tmp_path: Path) -> None:
 def test_after_some_plans_the_last_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "_MOST_PLANS", 1)
     budget = plain_peak(tmp_path, 80) * 3 // 4
-    with pytest.warns(UserWarning, match="1 larger and larger batches.*Remedy: train on the largest batch first"):
+    with pytest.warns(UserWarning, match="planned anew 1 times.*Remedy: train on the largest batch first"):
         module, _, _ = trained(tmp_path, (20, 60, 80, 81), budget)
     assert module.steps == 4
 
@@ -155,3 +155,35 @@ def test_an_error_on_the_way_leaves_the_plan_and_is_told(tmp_path: Path, monkeyp
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, module, Rematerialization("periodic", memory_budget="75%", batch_size="keep"), max_epochs=1)
     assert "forward" not in vars(module.net)
+
+
+class Unfreezing(Classifier):
+    """Trains its head alone at first, then all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(8))))
+        self.net.requires_grad_(False)
+        self.head = nn.Linear(64, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return self.head(self.net(torch.randn(1024, 64))).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net.requires_grad_(True)
+
+
+def test_a_network_that_is_unfrozen_stays_within_the_budget(tmp_path: Path) -> None:
+    budget, logger = 3 << 20, Peaks()
+    callback = Rematerialization(memory_budget=budget, batch_size="keep", report_dir=tmp_path)
+    module = seeded(Unfreezing)
+    run(tmp_path, module, callback, logger=logger, max_steps=6)
+    assert callback.result is not None
+    assert callback.result.step.num_recomputed
+    assert max(logger.peaks) <= budget
+    plain = seeded(Unfreezing)
+    run(tmp_path, plain, max_steps=6)
+    assert callback.result.plain_peak_bytes > budget > logger.peaks[0]
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

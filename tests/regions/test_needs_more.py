@@ -1,0 +1,92 @@
+"""The same operations need more memory later: the plan is made anew where it would exceed the budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import measure_peak, rematerialize
+
+WIDTH = 32
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.0), nn.GELU()) for _ in range(8))
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+
+def bfloat16() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def widened(module: nn.Sequential) -> None:
+    for i, layer in enumerate(m for m in module.modules() if isinstance(m, nn.Linear)):
+        into, out = WIDTH * (1 if i == 0 else 2), (1 if i == 8 else 2 * WIDTH)
+        generator = torch.Generator().manual_seed(i)
+        layer.weight = nn.Parameter(0.1 * torch.randn(out, into, generator=generator))
+        layer.bias = nn.Parameter(torch.zeros(out))
+
+
+def dropping(module: nn.Sequential) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.1
+
+
+def unfrozen(module: nn.Sequential) -> None:
+    module.requires_grad_(True)
+
+
+def step(module: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[object]]) -> None:
+    module.zero_grad()
+    torch.manual_seed(1)
+    with context():
+        loss = module(x).float().square().mean()
+    loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "first", "then"),
+    [
+        (lambda _: None, bfloat16, nullcontext),
+        (widened, nullcontext, nullcontext),
+        (dropping, nullcontext, nullcontext),
+        (unfrozen, nullcontext, nullcontext),
+    ],
+    ids=["autocast-off", "widened", "dropout", "unfrozen"],
+)
+def test_what_needs_more_later_stays_within_the_budget(
+    change: Callable[[nn.Sequential], None],
+    first: Callable[[], AbstractContextManager[object]],
+    then: Callable[[], AbstractContextManager[object]],
+) -> None:
+    x, ours = torch.randn(2048, WIDTH), network()
+    if change is unfrozen:
+        ours[:6].requires_grad_(False)
+    plain = copy.deepcopy(ours)
+    step(plain, x, first)
+    with measure_peak(include=[plain, x]) as before:
+        step(plain, x, first)
+    budget = int(0.85 * before.peak_bytes)
+    with first():
+        assert rematerialize(ours, x, memory_budget=budget).num_recomputed
+    step(ours, x, first)
+    for module in (plain, ours):
+        change(module)
+        step(module, x, then)  # in which it is planned anew
+    peaks: list[int] = []
+    for module in (plain, ours):
+        with measure_peak(include=[module, x]) as measured:
+            step(module, x, then)
+        peaks.append(measured.peak_bytes)
+    assert peaks[0] > 1.2 * budget
+    assert peaks[1] <= 1.03 * budget  # beyond which are the loss and the gradients that stay
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
