@@ -91,9 +91,14 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         except NoCallError:
             if watched is None:
                 raise
-            if not divided:
-                break
-            watched, divided = list(_outermost(inner for m in divided for inner in _parts_within(m))), {}
+            # A container is not called itself where a loop calls what it holds.
+            without = [*divided, *(m for m in watched if isinstance(m, nn.Module))]
+            watched, divided = _outermost(inner for m in without for inner in _parts_within(m)), {}
+            continue
+        called = {call.module for call in view.calls}
+        idle_parts = [m for m in watched or () if isinstance(m, nn.Module) and m not in called]
+        if inner := _outermost(part for m in idle_parts for part in _parts_within(m)):
+            watched = [*(call.name for call in view.calls), *inner]
             continue
         for name in dict.fromkeys(call.name for call in view.calls):
             if name not in traced and name not in reasons:

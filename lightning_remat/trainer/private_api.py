@@ -29,6 +29,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from .logs_in_forward import ignore_log
+
 Undo = Callable[[], object]
 
 
@@ -235,7 +237,7 @@ def silent(trainer: Trainer) -> Generator[None]:
         with (
             _replaced(call, _call_callback_hooks=call_others),
             # Also where the method was handed to a loss or a submodule.
-            _replaced(module, log=_ignore, _current_fx_name="training_step"),
+            _replaced(module, log=ignore_log, log_dict=ignore_log, _current_fx_name="training_step"),
             _replaced(connector, _current_fx=connector._current_fx),
             nullcontext() if results is None else _replaced(results, log=_ignore, reset=_ignore),
             _block_parallel_sync_behavior(trainer.strategy, block=True),

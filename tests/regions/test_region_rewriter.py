@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -260,3 +260,30 @@ def test_what_runs_plain_behind_a_break_after_sixteen_captures_is_told() -> None
     assert rematerialize(module, x, memory_budget="70%", planner="periodic").rung == "regions"
     with pytest.warns(UserWarning, match=r"^forward runs without rematerialization from .*\.py:\d+ on .* 16 times"):
         [module(x).sum().backward() for _ in range(24)]
+
+
+class Looping(nn.Module):
+    """Calls the blocks of a container one by one, in a loop that cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
+        self.deep = nn.ModuleDict({"inner": nn.Sequential(*blocks)})
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in cast(nn.Sequential, self.deep["inner"]):
+            h = block(h)
+            print(end="")
+        return self.last(h)
+
+
+def test_blocks_that_a_loop_calls_are_found_below_their_container() -> None:
+    plain, x = Looping(), torch.randn(256, 16)
+    ours = copy.deepcopy(plain)
+    plan = rematerialize(ours, x, memory_budget="85%", planner="periodic")
+    assert plan.num_recomputed
+    assert plan.step is not None
+    assert plan.step.keys == tuple(f"deep.inner.{k}" for k in range(6))
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
