@@ -297,13 +297,14 @@ def _operation(
 
 def _name(n: fx.Node) -> str:
     """The path of the module that calls the operation; below one of the user's, followed by the operation."""
-    stack = list(cast(dict[str, tuple[str, type]], n.meta.get("nn_module_stack", {})).values())
+    stack = list(cast(dict[str, tuple[str, type | str]], n.meta.get("nn_module_stack", {})).values())
     if not stack:
         return _kind(n)
     path, kind = stack[-1]
     path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("['", ".").replace("']", "")
     path = re.sub(r"\.?(_modules|__self__)|[\[\]()]|'", "", path).replace("..", ".").strip(".")
-    is_layer = kind.__module__.startswith("torch.nn.modules")
+    where = kind if isinstance(kind, str) else kind.__module__  # of what `torch.export` made it is a name
+    is_layer = where.startswith("torch.nn.modules")
     return path if path and is_layer else ".".join(filter(None, [path, _kind(n)]))
 
 

@@ -208,7 +208,15 @@ def replace_functions(root: fx.GraphModule, owned: Collection[fx.Node]) -> list[
 
 def may_keep_what_it_reads(part: fx.Node) -> bool:
     """Whether a backward may read an input that autograd was not told to save: kept on `ctx`, or in a closure."""
+    return _is_custom(part) or isinstance(part.target, Checkpointed)
+
+
+def may_draw_unseen(part: fx.Node) -> bool:
+    """Whether it may take random numbers that no operation of PyTorch's shows: in code of the user's."""
+    return _is_custom(part) or isinstance(part.target, (Checkpointed, CustomFunction))
+
+
+def _is_custom(part: fx.Node) -> bool:
     target: Any = part.target
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
-        return str(target).partition(".")[0] not in ("aten", "prims")
-    return isinstance(target, Checkpointed)
+    is_registered = isinstance(target, (OpOverload, OpOverloadPacket))
+    return is_registered and str(target).partition(".")[0] not in ("aten", "prims")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,10 @@ from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
+from ..module_state.random_state import preserved_random
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units
+from ..operations.functions import may_draw_unseen
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import planner_of
@@ -122,13 +125,15 @@ def rematerialize(
                 plan=plan,
                 gather_bandwidth=gather_bandwidth,
             )
-        else:
-            if plan is None:
+        elif plan is None:
+            draws_unseen = any(may_draw_unseen(part) for o in traced.operations for part in o.parts)
+            # What else is drawn while it is planned, is drawn from generators of its own.
+            with preserved_random() if draws_unseen else nullcontext():
                 made = rewrite_whole(module, args, kwargs, traced, budget_of=budget_of, planner=planner)
-            else:
-                check_fit(plan.graph, module, args, kwargs)
-                install(module, checked_program(ways_of(traced, args, kwargs), plan), plan, planner)
-                made = plan
+        else:
+            check_fit(plan.graph, module, args, kwargs)
+            install(module, checked_program(ways_of(traced, args, kwargs), plan), plan, planner)
+            made = plan
         if self_check:
             made = _checked(module, args, kwargs, made)
     _log(module, made, is_given=plan is not None)

@@ -206,3 +206,9 @@ def test_what_follows_under_the_same_autocast_is_real() -> None:
         found = module(x)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
+
+
+def test_what_torch_export_made_is_traced() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
+    exported = torch.export.export(net, (x,)).module()
+    assert [o.kind for o in trace(exported, x).operations] == ["linear", "tanh", "linear"]

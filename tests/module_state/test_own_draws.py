@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from drawing_threads import drawing_beside
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_steps import assert_equal_traces, traces
 
 from lightning_remat import profile, rematerialize, trace
@@ -121,3 +124,40 @@ def test_a_thread_that_draws_beside_a_profile_draws_as_if_it_were_alone() -> Non
     with drawing_beside():
         for _ in range(3):
             profile(traced, X, repeats=3)
+
+
+@torch.library.custom_op("test_own_draws::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * (1 + random.random() + np.random.rand()) + torch.rand(x.shape)  # noqa: NPY002
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, gradient: gradient * 2)  # pyright: ignore
+
+
+class UnseenDraws(nn.Module):
+    """Calls what draws where no operation shows it."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)).tanh())
+
+
+def unkept(x: Tensor) -> Any:
+    return checkpoint(lambda h: F.dropout(h.sin(), 0.3).exp(), x, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("between", [noisy, unkept])
+def test_planning_moves_no_generator_whoever_draws(between: Callable[[Tensor], Tensor]) -> None:
+    def states() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+
+    module = UnseenDraws(between)
+    before = states()
+    assert rematerialize(module, torch.ones(256, 32), memory_budget="90%").rung == "traced"
+    assert states() == before

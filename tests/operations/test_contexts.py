@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from training_steps import assert_equal_traces, traces
 
-from lightning_remat import TraceError, trace
+from lightning_remat import TraceError, rematerialize, trace
 from lightning_remat.operations.contexts import entered
 
 X = torch.randn(5, 6)
@@ -301,3 +302,56 @@ def test_tracing_under_no_grad_is_tracing_with_gradients() -> None:
         rewrite(module, (), X)
     module(X).sum().backward()
     assert module.first.weight.grad is not None
+
+
+class Breaking(nn.Module):
+    """A part that is worth planning, a break, and what is not."""
+
+    def __init__(self, last: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.GELU())
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(self.inner, h)
+
+
+def checkpointed(inner: nn.Module, h: Tensor) -> Tensor:
+    return cast(Any, checkpoint(inner, h, use_reentrant=False))
+
+
+def reentrant(inner: nn.Module, h: Tensor) -> Tensor:
+    return cast(Any, checkpoint(inner, h, use_reentrant=True))
+
+
+@pytest.mark.parametrize("last", [checkpointed, reentrant, lambda inner, h: Exponential.apply(inner(h))])
+def test_parts_that_are_not_planned_do_what_the_user_wrote(last: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    plain, x = Breaking(last), torch.randn(256, 6)
+    ours = copy.deepcopy(plain)
+    plan = rematerialize(ours, x, memory_budget="95%", planner="periodic")
+    assert plan.rung == "regions"
+    assert plan.num_recomputed
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
+
+
+class Recurrent(nn.Module):
+    """Uses one weight several times, under autocast of its own: it is cast once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(6):
+                x = x + torch.tanh(self.cell(x))
+        return x
+
+
+def test_what_autocast_casts_once_is_cast_once() -> None:
+    plain, x = Recurrent(), torch.randn(256, 6)
+    ours = recomputing_copy(plain, x, kept=(0, 2, 5))
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
