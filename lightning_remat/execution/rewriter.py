@@ -53,6 +53,7 @@ class _Rewritten:
         headroom_bytes: int = 0,
     ) -> None:
         self.plan, self.parts, self._later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
+        self.original = type(parts[0][0].traced.module).forward if parts else None
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
@@ -315,7 +316,9 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(self, *args, **kwargs)
     if is_in_checkpoint():
         return original(self, *args, **kwargs)
-    if (reason := transform_in_the_way()) is None:
+    if original is not state.original:
+        reason = "its class has another forward now; call rematerialize again"
+    elif (reason := transform_in_the_way()) is None:
         try:
             return state(self, args, kwargs)
         except CaptureError as error:

@@ -6,10 +6,13 @@ installed the globals that it names, and the attributes of classes.
 
 from __future__ import annotations
 
+import ctypes
+import io
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -35,6 +38,8 @@ _RECORDED = (torch.strided, torch.sparse_coo)
 """Layouts of tensors whose values are put back."""
 
 _ABSENT = object()
+
+_C_DATA: tuple[Any, ...] = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structure)
 
 _Cached: Any = type(lru_cache(lambda: None))
 
@@ -128,6 +133,10 @@ class Recorder:
             self._add(value.__wrapped__)
         elif isinstance(value, type):
             self._add_class(value)
+        elif isinstance(shared := _shared_memory(value), _C_DATA):
+            self.undo.append(partial(_put_back_memory, shared, bytes(shared)))
+        elif isinstance(value, (io.StringIO, io.BytesIO)):
+            self.undo.append(partial(_put_back_text, value, value.getvalue(), value.tell()))
         elif (source := generator_of(value)) is not None:
             self.undo.append(RandomState([source]).put_back)
         elif _is_plain(value):
@@ -242,6 +251,23 @@ class Recorder:
         if self.with_tensors and values.flags.writeable:
             before = values.copy()
             self.undo.append(lambda: np.copyto(values, before))
+
+
+def _shared_memory(value: Any) -> Any:
+    """What processes share in it, as `multiprocessing.Value` does; itself, where it says nothing of that."""
+    return value.get_obj() if isinstance(value, SynchronizedBase) else value
+
+
+def _put_back_memory(shared: Any, content: bytes) -> None:
+    ctypes.memmove(ctypes.addressof(shared), content, len(content))
+
+
+def _put_back_text(file: Any, content: Any, place: int) -> None:
+    if not file.closed:
+        file.seek(0)
+        file.truncate()
+        file.write(content)
+        file.seek(place)
 
 
 def _put_back_slot(holder: Any, name: str, value: Any) -> None:

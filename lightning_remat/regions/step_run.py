@@ -235,8 +235,9 @@ def infeasible_as_run(error: InfeasibleBudgetError, measured_bytes: int, budget_
     if measured_bytes == error.minimum_bytes and error.budget_bytes == budget_bytes:
         return error
     return InfeasibleBudgetError(
-        f"{error}; at the lowest peak that it plans, the step was run and needed {format_bytes(measured_bytes)}, for a "
-        f"budget of {format_bytes(budget_bytes)}",
+        f"the planner cannot go below {format_bytes(measured_bytes)}, which a step by its plan for the lowest peak was "
+        f"measured to need, and the budget is {format_bytes(budget_bytes)}; the peak is set by {error.node!r}: raise "
+        "memory_budget, lower the batch size or choose another planner",
         minimum_bytes=measured_bytes,
         budget_bytes=budget_bytes,
         node=error.node,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _PLAIN = tuple(field.name for field in fields(Result) if field.name not in ("ste
 """Of a result, what is stored as it is."""
 
 
+_nameless: dict[int, tuple[weakref.ref[Planner], str]] = {}
+
+
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
     """What a plan depends on, in one word: module structure, precision, device, settings and versions."""
     module, root = trainer.lightning_module, trainer.strategy.root_device
@@ -51,11 +55,16 @@ def fingerprint(trainer: Trainer, settings: Settings) -> str:
 
 
 def _planner_name(planner: Planner) -> str:
-    """By which it is known in another run; another one each time for what has no name in a file."""
+    """By which it is known in another run; what has no name in a file is known in this process alone."""
     if isinstance(planner, str):
         return planner
     name = f"{getattr(planner, '__module__', '')}.{getattr(planner, '__qualname__', '<none>')}"
-    return name if "<" not in name else uuid4().hex
+    if "<" not in name:
+        return name
+    known = _nameless.get(id(planner))
+    if known is None or known[0]() is not planner:
+        known = _nameless[id(planner)] = weakref.ref(planner), uuid4().hex
+    return known[1]
 
 
 def to_state(result: Result, mark: str) -> dict[str, Any]:

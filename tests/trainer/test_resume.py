@@ -116,8 +116,14 @@ def test_a_plan_that_other_settings_made_is_another(name: str) -> None:
     elif name == "planner":
         assert len({mark(planner) for planner in ("auto", "rotor", plan_rotor, plan_dtr)}) == 4
         assert mark(plan_rotor) == mark(plan_rotor)
-        for nameless in (lambda graph, budget_bytes: None, partial(plan_rotor)):
-            assert mark(nameless) != mark(nameless)
+        nameless = [
+            lambda graph, budget_bytes: None,
+            lambda graph, budget_bytes: 0,
+            partial(plan_rotor),
+            partial(plan_dtr),
+        ]
+        assert len({mark(planner) for planner in nameless}) == 4
+        assert [mark(planner) for planner in nameless] == [mark(planner) for planner in nameless]
     else:
         other = {"resume": False, "self_check": False, "on_oom": "replan", "rebatch_fn": len}.get(name, "other")
         assert mark(**{name: other}) == mark()
