@@ -154,9 +154,12 @@ class LaterGraphs:
             return None
 
     def _needs_no_more(self, graph: CapturedGraph, known: CapturedGraph) -> bool:
-        """Whether a graph of the same operations works on no more than a known one, that has run."""
+        """Whether a graph of the same operations works on no more than a known one that has run.
+
+        If none has, what runs first since the plan was made is what was planned, though it was captured once more.
+        """
         own, other = self._demands[graph], self._demands.get(known)
-        return other is not None and own.kinds == other.kinds and all(map(le, own.sizes, other.sizes))
+        return other is None or (own.kinds == other.kinds and all(map(le, own.sizes, other.sizes)))
 
     def _limits(self, graph: CapturedGraph) -> RegionPeaks:
         """What a graph may need, and hold, in the place of a known one, so that the step stays within its budget.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx, nn
 
@@ -75,6 +75,11 @@ class TracedModule:
     forward: Any
     captured: object
     reasons: tuple[str, ...] = ()
+
+    @property
+    def rung(self) -> Literal["traced"]:
+        """How the module was captured: as a whole."""
+        return "traced"
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:

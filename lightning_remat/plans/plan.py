@@ -31,8 +31,8 @@ class Plan:
         graph: The graph that it was planned on.
         plain: The cost of the step without recomputation.
         planning_seconds: Time that the planner took.
-        rung: How the module was captured: `"traced"` as a whole, `"regions"` where its parts were, one by one. Empty
-            for a plan that was made on a bare graph.
+        rung: How the module was captured: `"traced"` as a whole (see `TracedModule.rung`), `"regions"` where its parts
+            were, one by one. Empty for a plan that was made on a bare graph.
         reasons: Why not as a whole and in single operations: one sentence for each part that is treated otherwise.
         step: The parts' own plans and what is alive around them, where parts were captured one by one. Graph and
             schedule are then theirs one after another, and peak and timeline those of the whole module's step.

@@ -156,7 +156,7 @@ class _Whole:
     def _run(self, plan: Plan, plain: Simulation) -> Plan:
         """Installs a plan and corrects its prediction by a step; the module stays rewritten by it."""
         program = checked_program(self.ways, plan)
-        plan = replace(plan, rung="traced", reasons=program.traced.reasons)
+        plan = replace(plan, rung=program.traced.rung, reasons=program.traced.reasons)
         install(self.module, program, plan, self.planner)
         is_installed = current_plan(self.module) is not None
         if not self.can_run:
