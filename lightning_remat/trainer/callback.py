@@ -29,7 +29,7 @@ from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import common_batch_size, loader_batch_size
 from .logger_figures import show_in_loggers
-from .logs_in_forward import divide_at_logs
+from .logs_in_forward import divided_at_logs
 from .oom_retry import StepRetry
 from .planning import check_first_size, fits_stored, planned
 from .private_api import (
@@ -143,7 +143,7 @@ class Rematerialization(Callback):
         if (undo := leave_out_module_names(trainer)) is not None:
             self._undo.callback(undo)
             rank_zero_info("Rematerialization: PyTorchProfiler records no module names, which would divide forwards")
-        self._undo.callback(divide_at_logs())
+        self._undo.enter_context(divided_at_logs())
         move_before_tuners(trainer, self)
         self.result, self._clock, self._readings, self._left_alone_because = None, None, [], None
         self._tap = LoaderTap(trainer, self.settings)
@@ -246,7 +246,7 @@ class Rematerialization(Callback):
 
     def _prepare_larger(self, trainer: Trainer, mark: str, larger: LargerBatches, batch: Any, batch_idx: int) -> None:
         """Plans anew where the plan is not known to keep the budget with this batch."""
-        if self._clock is None or not larger.is_too_large(batch):
+        if self._clock is None or not larger.is_too_large(batch, batch_idx):
             return
         self._clock.close()
         result = larger.plan(batch, batch_idx)

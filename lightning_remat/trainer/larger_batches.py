@@ -3,6 +3,7 @@ batches, and those in which more of the model is trained."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,23 +113,35 @@ class LargerBatches:
         self.budget_bytes = result.budget_bytes
         module = trainer.lightning_module
         self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
-        self._weights = _Weights.of(module)
+        self._note_weights()
         self._known = [(_Sizes.of(batch), _peak_of(result))]
         self._num_plans = 0
         self._is_over = False
 
-    def is_too_large(self, batch: Any) -> bool:
+    def is_too_large(self, batch: Any, batch_idx: int) -> bool:
         """Whether a step of this batch may exceed the budget by the present plan."""
         if self._is_over:
             return False
-        if self.has_grown:
+        if self._has_grown(batch_idx):
             return True
         sizes = _Sizes.of(batch)
         return all(self._exceeds(sizes.over(known), peak) for known, peak in self._known)
 
-    @property
-    def has_grown(self) -> bool:
-        """Whether the model has more parameters, or trains more of them, than the plan is for."""
+    def _note_weights(self) -> None:
+        module = self.trainer.lightning_module
+        self._weights, self._parameters = _Weights.of(module), list(map(weakref.ref, module.parameters()))
+        self._were_trained = self._are_trained()
+
+    def _are_trained(self) -> list[bool]:
+        return [p.requires_grad for known in self._parameters if (p := known()) is not None]
+
+    def _has_grown(self, batch_idx: int) -> bool:
+        """Whether the model has more parameters than the plan is for, or trains more of them.
+
+        New ones and other types are looked for as an epoch begins alone: to list parameters takes its time.
+        """
+        if batch_idx and self._are_trained() == self._were_trained:
+            return False
         return _Weights.of(self.trainer.lightning_module).exceeds(self._weights)
 
     def _exceeds(self, growth: float, peak_bytes: int) -> bool:
@@ -146,7 +159,8 @@ class LargerBatches:
             return None
         self._num_plans += 1
         module = self.trainer.lightning_module
-        why = "as more is trained" if self.has_grown else "for a larger batch"
+        has_grown = self._has_grown(batch_idx)
+        why = "as more is trained" if has_grown else "for a larger batch"
         before = Rewriting(module)
         uninstall(self.modules)
         trial = LightningTrial(self.trainer, self.settings, batch, batch_idx, with_optimizer=False)
@@ -171,9 +185,9 @@ class LargerBatches:
             return None
         if self.settings.compile_stretches:
             compile_programs(modules, StretchCompiler())
-        if self.has_grown:
+        if has_grown:
             self._known.clear()  # what was known is of another model
-            self._weights = _Weights.of(module)
+            self._note_weights()
             self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
         self._known.append((_Sizes.of(batch), _peak_of(result)))
         rank_zero_info(

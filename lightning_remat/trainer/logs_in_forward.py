@@ -5,12 +5,13 @@ Else it would be captured as a whole while it is tried, where nothing is logged,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+
+from ..capture.shared_setting import Exchange, SharedSettings
 
 
 def _untraced(function: Any) -> Any:
@@ -23,11 +24,9 @@ def ignore_log(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
 
 
-def divide_at_logs() -> Callable[[], None]:
-    """Divides all forwards that log there; what undoes it."""
-    undo = ExitStack()
-    for name in ("log", "log_dict"):
-        method = vars(LightningModule)[name]
-        undo.callback(setattr, LightningModule, name, method)
-        setattr(LightningModule, name, _untraced(method))
-    return undo.close
+_LOGS = SharedSettings(*(Exchange(LightningModule, name, _untraced) for name in ("log", "log_dict")), capturing=False)
+
+
+def divided_at_logs() -> AbstractContextManager[None]:
+    """Within the block all forwards that log are divided there."""
+    return _LOGS.wanted()
