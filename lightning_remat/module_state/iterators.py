@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import warnings
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def iterators_undo(module: nn.Module) -> Callable[[], None]:
                 places.append((value, found[2]))
         elif isinstance(value, _Count):
             counts.append((name, value, copy.copy(value)))
-        elif callable(getattr(value, "__next__", None)):
+        elif hasattr(cast(Any, type(value)), "__next__") and not isinstance(value, io.IOBase):
             warnings.warn(
                 f"{type(module).__name__} holds an iterator, {name}: steps that are tried while it is planned advance "
                 "it, and nobody can put it back. Remedy: make it anew afterwards",

@@ -260,3 +260,19 @@ def test_a_graph_that_fits_a_small_input_as_it_is_is_planned_once_it_gets_a_larg
     assert len(programs_in(module)) == 1
     module(X, 11).sum().backward()
     assert len(programs_in(module)) == 2
+
+
+class Doubling(nn.Sequential):
+    """What a module may be made after it was planned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_class_that_is_exchanged_runs_by_its_own_forward() -> None:
+    module, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))), torch.randn(64, 8)
+    assert rematerialize(module, x, memory_budget="90%", planner="periodic").num_recomputed
+    once = module(x)
+    module.__class__ = Doubling
+    with pytest.warns(UserWarning, match="its class has another forward now"):
+        assert torch.equal(module(x), 2 * once)

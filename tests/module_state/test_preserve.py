@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import multiprocessing
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,3 +145,20 @@ def test_iterators_that_cannot_be_put_back_are_told() -> None:
     module[0].it = (k for k in range(3))
     with pytest.warns(UserWarning, match="Identity holds an iterator, it: .*Remedy"), preserved([module]):
         next(module[0].it)
+
+
+def test_text_and_shared_counters_are_as_they_were(tmp_path: Path) -> None:
+    module: Any = nn.Identity()
+    module.text, module.steps, module.file = (
+        io.StringIO("one"),
+        multiprocessing.Value("i", 3),
+        (tmp_path / "f").open("w"),
+    )
+    module.text.seek(3)
+    with preserved([module]):  # which says nothing of files
+        module.text.write(" two")
+        module.steps.value += 1
+    module.file.close()
+    assert (module.text.getvalue(), module.text.tell(), module.steps.value) == ("one", 3, 3)
+    with preserved([module]):
+        module.text.close()
