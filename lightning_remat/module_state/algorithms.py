@@ -94,8 +94,9 @@ _ALGORITHMS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_determinism, _set_determinism),
     (_precisions, _set_precisions),
     (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
-    *((getattr(_C, read), getattr(_C, write)) for read, write in _FLAGS),
-    *((getattr(_C, read), partial(_set_pair, getattr(_C, write))) for read, write in _PAIRS),
+    # Of what this build of PyTorch has.
+    *((getattr(_C, read), getattr(_C, write)) for read, write in _FLAGS if hasattr(_C, read)),
+    *((getattr(_C, read), partial(_set_pair, getattr(_C, write))) for read, write in _PAIRS if hasattr(_C, read)),
 )
 _READ = tuple(read for read, _ in _ALGORITHMS)
 _WRITE = tuple(write for _, write in _ALGORITHMS)
