@@ -107,7 +107,8 @@ class LargerBatches:
         leave_alone: Callable[[str], None],
     ) -> None:
         self.trainer, self.modules, self._leave_alone = trainer, modules, leave_alone
-        if isinstance(settings.memory_budget, str):  # "70%" is of the first step
+        self._asked = settings.memory_budget
+        if isinstance(settings.memory_budget, str):  # "70%" is of the first step, as long as the model is the same
             settings = replace(settings, memory_budget=result.budget_bytes)
         self.settings = replace(settings, batch_size="keep")
         self.budget_bytes = result.budget_bytes
@@ -161,6 +162,8 @@ class LargerBatches:
         module = self.trainer.lightning_module
         has_grown = self._has_grown(batch_idx)
         why = "as more is trained" if has_grown else "for a larger batch"
+        if has_grown and isinstance(self._asked, str):
+            self.settings = replace(self.settings, memory_budget=self._asked)
         before = Rewriting(module)
         uninstall(self.modules)
         trial = LightningTrial(self.trainer, self.settings, batch, batch_idx, with_optimizer=False)
@@ -189,6 +192,9 @@ class LargerBatches:
             self._known.clear()  # what was known is of another model
             self._note_weights()
             self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
+            if isinstance(self.settings.memory_budget, str):
+                self.budget_bytes = result.budget_bytes
+                self.settings = replace(self.settings, memory_budget=self.budget_bytes)
         self._known.append((_Sizes.of(batch), _peak_of(result)))
         rank_zero_info(
             f"Rematerialization plans anew {why}: {format_bytes(_peak_of(result))}, recompute overhead "
@@ -207,6 +213,8 @@ class LargerBatches:
             return find(trial, self.settings, lowest=True)
 
     def _with_room(self) -> Settings:
+        if isinstance(self.settings.memory_budget, str):
+            return self.settings
         used = 1 - min(_ROOM * self._num_plans, _MOST_ROOM)
         if self.settings.counts_scratch:  # the budget is what is free, less a margin
             return replace(self.settings, margin=1 - used * (1 - self.settings.margin))
