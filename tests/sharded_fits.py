@@ -256,12 +256,12 @@ def finds_a_size(folder: Path) -> None:
 
 
 def all_run_out(folder: Path) -> None:
-    """Where every process runs out of memory, a smaller size is tried, the same on all."""
+    """Where every process runs out of memory, a smaller size or a leaner plan is tried, the same on all."""
     callback, _ = searched(folder, "smaller", AllRunOut)
     assert callback.result is not None
     sizes: list[Any] = [None, None]
     dist.all_gather_object(sizes, callback.result.batch_size)
-    assert 64 < sizes[0] == sizes[1] < AllRunOut.sizes.read()[0]
+    assert 64 < sizes[0] == sizes[1] <= AllRunOut.sizes.read()[0], (sizes, AllRunOut.sizes.read())
 
 
 def one_fails(folder: Path) -> None:
