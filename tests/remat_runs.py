@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -97,3 +98,20 @@ def seeded(factory: Any = Classifier, **arguments: Any) -> Any:
     """A module with the same weights on every call, and the same random states after."""
     seed_everything(3, verbose=False)
     return factory(**arguments)
+
+
+class Peaks(Logger):
+    """Keeps the peaks that are logged."""
+
+    name, version = "peaks", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: list[float] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "remat/peak_bytes" in metrics:
+            self.peaks.append(metrics["remat/peak_bytes"])

@@ -174,8 +174,8 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
         around.append(trial.surroundings(regions.view, size))
     if (keys[0], around[0].order) != (keys[-1], around[-1].order):
         raise ValueError(
-            f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}: give a fixed "
-            "batch_size"
+            f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}, or makes its "
+            "backwards in another order: give a fixed batch_size"
         )
     return StepModel(keys[0], tuple(sizes), _joined(sizes, profiles), tuple(around), reasons=tuple(reasons))
 

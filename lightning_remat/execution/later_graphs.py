@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache, partial
 from itertools import product
 from operator import gt, le
 from typing import Any, cast
@@ -107,18 +108,19 @@ class LaterGraphs:
             traced = traced_graph(module, forward, graph, values, given)
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
             limits = self._limits(graph)
+            costs_of = cache(partial(self._costs, values, given))  # of each way once, however many parts are like it
             for (program, plan), found in product(self.parts, (traced, apart)):
                 if found is not None and is_alike(found, program.traced):
                     if self._needs_no_more(graph, cast(CapturedGraph, program.traced.captured)):
                         return compile_schedule(found, plan.schedule, plan.graph)
-                    costs = self._costs(found, values, given)
+                    costs = costs_of(found)
                     if costs is None or _keeps_within(Asking(costs, self.planner), plan.schedule, limits):
                         return compile_schedule(found, plan.schedule, costs or plan.graph)
             assert traced is not None
             if not traced.operations:
                 return None
             self._sizes.setdefault(graph, _sizes_in(values))
-            costs = self._costs(traced, values, given)
+            costs = costs_of(traced)
             if costs is None:
                 raise TraceError("there is no memory to find out what it needs")
             asking = Asking(costs, self.planner)
@@ -144,7 +146,8 @@ class LaterGraphs:
             self._has_warned = True
             return None
 
-    def _costs(self, traced: TracedModule, values: list[Any], given: list[Tensor]) -> Graph | None:
+    @staticmethod
+    def _costs(values: list[Any], given: list[Tensor], traced: TracedModule) -> Graph | None:
         """The profile of a graph; None where there is no memory for that."""
         try:
             return owning_nothing(profile_call(traced, values, given, repeats=1))

@@ -24,7 +24,7 @@ from ..reports.report import draw_plots, out_of_memory_note, print_tables, write
 from ..reports.result import Result
 from . import ranks
 from .buckets import tell_of_buckets
-from .larger_batches import LargerBatches
+from .larger_steps import LargerSteps
 from .lightning_step import LightningTrial, StepFailedError
 from .loader_tap import LoaderTap
 from .loaders import common_batch_size, loader_batch_size
@@ -234,7 +234,7 @@ class Rematerialization(Callback):
         self._report(trainer)
         self._start_clock(trainer, batch)
         if trainer.world_size == 1:  # ranks have batches of their own, and plan together
-            larger = LargerBatches(trainer, settings, result, modules, batch, self._leave_alone)
+            larger = LargerSteps(trainer, settings, result, modules, batch, self._leave_alone)
             self._undo.callback(before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger)))
         if settings.on_oom == "replan":
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
@@ -244,7 +244,7 @@ class Rematerialization(Callback):
                 self._undo.callback(wrap_steps(trainer, retry))
                 self._undo.callback(wrap_validation(trainer, retry.validated))
 
-    def _prepare_larger(self, trainer: Trainer, mark: str, larger: LargerBatches, batch: Any, batch_idx: int) -> None:
+    def _prepare_larger(self, trainer: Trainer, mark: str, larger: LargerSteps, batch: Any, batch_idx: int) -> None:
         """Plans anew where the plan is not known to keep the budget with this batch."""
         if self._clock is None or not larger.is_too_large(batch, batch_idx):
             return

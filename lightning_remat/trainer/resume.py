@@ -29,8 +29,8 @@ _NO_MATTER = {"report_dir", "plan_path", "resume", "self_check", "on_oom", "batc
 _PLAIN = tuple(field.name for field in fields(Result) if field.name not in ("step", "trials"))
 """Of a result, what is stored as it is."""
 
-
-_nameless: dict[int, tuple[weakref.ref[Planner], str]] = {}
+_nameless: dict[int, tuple[weakref.ref[Any], str]] = {}
+"""Address → a planner without a name, as long as it lives, and what it is called here."""
 
 
 def fingerprint(trainer: Trainer, settings: Settings) -> str:
@@ -61,9 +61,13 @@ def _planner_name(planner: Planner) -> str:
     name = f"{getattr(planner, '__module__', '')}.{getattr(planner, '__qualname__', '<none>')}"
     if "<" not in name:
         return name
+    try:
+        reference: weakref.ref[Any] = weakref.ref(planner)
+    except TypeError:  # nobody can tell whether it is the same another time
+        return uuid4().hex
     known = _nameless.get(id(planner))
-    if known is None or known[0]() is not planner:
-        known = _nameless[id(planner)] = weakref.ref(planner), uuid4().hex
+    if known is None or known[0]() is not planner:  # another one has taken its place
+        known = _nameless[id(planner)] = reference, uuid4().hex
     return known[1]
 
 

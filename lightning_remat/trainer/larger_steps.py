@@ -79,7 +79,7 @@ class _Weights:
         return self.trained > other.trained or self.all > other.all
 
 
-class LargerBatches:
+class LargerSteps:
     """Plans a step anew before a batch with which the plan may exceed the budget, on one device.
 
     Where texts, sounds, images or graphs are of several sizes, batches are. That of the first step was planned for; the

@@ -1,4 +1,4 @@
-"""Batches larger than the one that was planned for: planned anew, within the budget, as exact as without."""
+"""Steps that need more than the one that was planned for: planned anew, within the budget, as exact as without."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger
-from remat_runs import Classifier, run, seeded
+from remat_runs import Classifier, Peaks, run, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-import lightning_remat.trainer.larger_batches as module_under_test
+import lightning_remat.trainer.larger_steps as module_under_test
 from lightning_remat import Rematerialization
-from lightning_remat.trainer.larger_batches import LargerBatches
+from lightning_remat.trainer.larger_steps import LargerSteps
 from lightning_remat.trainer.lightning_step import StepFailedError
 
 pytestmark = [
@@ -53,23 +51,6 @@ class Reader(Classifier):
                 parameter.grad.zero_()  # so that all steps hold gradients
 
 
-class Peaks(Logger):
-    """Keeps the peaks that are logged."""
-
-    name, version = "peaks", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: list[float] = []
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if "remat/peak_bytes" in metrics:
-            self.peaks.append(metrics["remat/peak_bytes"])
-
-
 def trained(
     root: Path, lengths: tuple[int, ...], budget: int | str, **options: Any
 ) -> tuple[Reader, Rematerialization, list[float]]:
@@ -104,7 +85,7 @@ def test_longer_batches_stay_within_the_budget_and_train_as_without(tmp_path: Pa
 
 
 def test_batches_that_cannot_need_more_are_not_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LargerBatches, "plan", lambda *_: pytest.fail("planned anew"))
+    monkeypatch.setattr(LargerSteps, "plan", lambda *_: pytest.fail("planned anew"))
     budget = plain_peak(tmp_path, 80) * 3 // 4
     trained(tmp_path, (80, 20, 80, 79), budget)
     trained(tmp_path, (20, 24, 22, 26), budget)  # within it as they are
@@ -186,41 +167,5 @@ def test_a_network_that_is_unfrozen_stays_within_the_budget(tmp_path: Path) -> N
     plain = seeded(Unfreezing)
     run(tmp_path, plain, max_steps=6)
     assert callback.result.plain_peak_bytes > budget > logger.peaks[0]
-    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-class Telling(Classifier):
-    """Logs after each block of its forward."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(8))))
-        self.head = nn.Linear(64, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k, block in enumerate(self.net):
-            x = block(x)
-            self.log(f"mean{k}", x.detach().mean())
-        return self.head(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.steps += 1
-        return self(torch.randn(1024, 64)).square().mean()
-
-
-def test_a_forward_that_logs_stays_within_the_budget(tmp_path: Path) -> None:
-    log = LightningModule.log
-    callback, logger = Rematerialization(memory_budget="80%", batch_size="keep", report_dir=tmp_path), Peaks()
-    module = seeded(Telling)
-    trainer = run(tmp_path, module, callback, logger=logger, max_steps=4)
-    assert callback.result is not None
-    assert callback.result.step.keys == tuple(f"net.{k}" for k in range(8))
-    assert max(logger.peaks) <= callback.result.budget_bytes
-    assert LightningModule.log is log
-    logged = {k: v for k, v in trainer.logged_metrics.items() if k.startswith("mean")}
-    plain = seeded(Telling)
-    trainer = run(tmp_path, plain, max_steps=4, logger=Peaks())
-    assert len(logged) == 8
-    assert logged == {k: v for k, v in trainer.logged_metrics.items() if k.startswith("mean")}
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
