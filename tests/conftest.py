@@ -1,4 +1,4 @@
-"""What holds for every test: examples that repeat, and one thread for each of several processes.
+"""What holds for every test: examples and random numbers that repeat, and one thread for each of several processes.
 
 Hypothesis tries the same examples in every run and does not time them, so that a commit passes or fails for good;
 `pytest --hypothesis-profile=explore` looks for new ones. `pytest --ledger` has the device of the tests, on which those
@@ -7,8 +7,10 @@ marked `gpu` run; without it they run on CUDA where there is one.
 
 import logging
 import os
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from accelerator import ledger
@@ -45,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if function in seen:
                 item.add_marker("slow")
             seen.add(function)
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Every test draws the same numbers, whatever runs before it in its process."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ class CandidateSearch:
         free_bytes: What the device has for the step.
         total_bytes: What the device has.
         tight: The part of the budget that is planned for; below 1 once a step ran out of memory, or for the last try.
+        ran_out: The part of the budget with which one did.
         gaps_bytes: What of that is left for gaps between the pieces that a device's allocator hands out.
         trials: Batch size → its candidate.
         steps: Batch size → its plan, where one fits.
@@ -64,6 +65,7 @@ class CandidateSearch:
     free_bytes: int
     total_bytes: int
     tight: float = 1.0
+    ran_out: float = 1.0
     gaps_bytes: int = 0
     trials: dict[int, Candidate] = field(default_factory=dict[int, Candidate])
     steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
@@ -172,13 +174,15 @@ class CandidateSearch:
             if self.settings.memory_budget is None:
                 self.trials, self.steps = {}, {}
 
-    def tighten(self) -> None:
+    def tighten(self, choice: Choice) -> None:
         """A step ran out of memory; by how much is not known."""
-        self.leave_room(_TIGHTER if self.tight == 1.0 else _MUCH_TIGHTER)
+        part = _TIGHTER if self.tight == 1.0 else _MUCH_TIGHTER
+        self.ran_out = self.tight = choice.step.predicted_peak_bytes / choice.budget_bytes
+        self.leave_room(part)
 
     def loosen(self) -> None:
-        """What is planned for since a step ran out of memory leaves room."""
-        self.tight = (1 + self.tight) / 2
+        """What is planned for since a step ran out of memory leaves room: half of what lies between is taken."""
+        self.tight = (self.ran_out + self.tight) / 2
         self.trials, self.steps = {}, {}
 
     def leave_gaps(self, num_bytes: int) -> None:

@@ -102,7 +102,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         if measured is None:
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
             search.recount(_free_bytes(trial))
-            search.tighten()
+            search.tighten(choice)
             tries, ran_out = _MOST_TRIES, True
             continue
         executed[size] = measured

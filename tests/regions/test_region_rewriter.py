@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import logging
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = self.norm(self.stem(x))
-        if x.sum() > 0:
+        if x.abs().sum() > 0:  # its sum is zero but for rounding, which differs from process to process
             x = x * 1.5
         mask = torch.ones_like(x[:, :1])
         for block in self.blocks:
@@ -158,8 +159,9 @@ def test_a_stored_plan_is_taken(kind: type[Network], told: str) -> None:
 
 @pytest.mark.slow
 def test_too_small_a_budget_names_the_lowest_peak_of_the_whole_step() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"because of node '\[1\]\.blocks") as caught:
+    with pytest.raises(InfeasibleBudgetError, match=r"by its plan for the lowest peak was measured to need") as caught:
         rematerialize(build(Network), X, memory_budget=1000, planner="periodic")
+    assert re.search(r"the peak is set by '\[1\]\.blocks", str(caught.value))
     module = build(Network)
     plan = rematerialize(module, X, memory_budget=int(caught.value.minimum_bytes), planner="periodic")
     assert step_peak(module, X) <= plan.budget_bytes == caught.value.minimum_bytes
