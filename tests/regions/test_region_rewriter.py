@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import logging
+import re
 from typing import Any, cast
 
 import numpy as np
