@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,10 +57,12 @@ class Call:
 
     @property
     def trains(self) -> bool:
-        """Whether it has parameters to train: a graph may hold but what goes on around them."""
-        if self.part is None or self.part.is_whole:
-            return any(p.requires_grad for p in self.module.parameters())
-        return any(isinstance(v, nn.Parameter) and v.requires_grad for v in self.part.values)
+        """Whether it has parameters to train, or of a frozen module any: a graph may hold what goes on around them."""
+        is_frozen = not any(p.requires_grad for p in self.module.parameters())
+        values: Iterable[Any] = self.module.parameters()
+        if self.part is not None and not self.part.is_whole:
+            values = self.part.values
+        return any(isinstance(v, nn.Parameter) and (v.requires_grad or is_frozen) for v in values)
 
     def traced(self, known: dict[Hashable, TracedModule] | None = None) -> TracedModule:
         """The operations of the call.

@@ -25,7 +25,7 @@ from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from .calls import Call, Moment, Part, View
 from .phases import Backwards, Span, alive_together
-from .saved_between import SavedBetween
+from .saved_between import SavedBetween, bytes_beside, keys_of
 from .transforms import hooks_outside_transforms
 
 
@@ -51,11 +51,11 @@ def look_through(
 ) -> View:
     """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
-    Those are the outermost calls of submodules that own a parameter to train and return something to differentiate;
-    where submodules are named, those of their calls that return something to differentiate. Where the root's own
-    `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept meanwhile,
-    so a step that does not fit can be looked through. Only one that differentiates by itself fails at that, and is run
-    once more with all that it saves, from the state that the first run began with.
+    Those are the outermost calls of submodules that own a parameter, be it frozen, and return something to
+    differentiate; where submodules are named, those of their calls that return something to differentiate. Where the
+    root's own `forward` only hands its input to one submodule, that one is taken. Nothing that autograd saves is kept
+    meanwhile, so a step that does not fit can be looked through. Only one that differentiates by itself fails at that,
+    and is run once more with all that it saves, from the state that the first run began with.
 
     Of calls between which a backward lies, those are left out that others stand for (see `alive_together`).
 
@@ -101,19 +101,22 @@ def _look_through(
     share_forwards(m for m in watched if m in gathered)
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
-    owned = [*root.parameters(), *root.buffers()]
+    owned = keys_of([*root.parameters(), *root.buffers()])
     backwards.begin()
-    between = defaultdict[int, SavedBetween](lambda: SavedBetween(owned))  # of each phase from one backward to the next
+    # Of each phase from one backward to the next.
+    between = defaultdict[int, list[SavedBetween]](lambda: [SavedBetween(owned)])
 
     def saved_now() -> SavedBetween:
-        return between[backwards.before_now()]
+        """Where to note what is saved now: a call that turns out to be none that can be served is code between."""
+        return between[backwards.before_now()][0] if len(frames) == 1 else frames[1].saved
 
     moments: list[Moment] = []
 
     def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
         moments.append(Moment(module, next(top.clock), True, has_gradient))
-        saved_now().own(module.parameters())  # as gathered, which are others than the shards
+        for place in (between[backwards.before_now()][0], saved_now()):
+            place.own(module.parameters())  # as gathered, which are others than the shards
 
     def end_unit(module: nn.Module, args: Any, output: Any) -> None:
         del args, output
@@ -122,6 +125,8 @@ def _look_through(
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = len(frames) == 1
         frames.append(frames[-1].call(module, args, kwargs, backwards.called() if is_outermost else None))
+        if is_outermost:
+            frames[-1].saved = SavedBetween(owned)
         if is_outermost and module in gathered and torch.is_grad_enabled():
             frames[-1].part = _captured_now(module, args, kwargs)
 
@@ -132,7 +137,7 @@ def _look_through(
             leave_by(frame, output)
 
     def leave_by(frame: _Frame, output: Any) -> None:
-        frame.leave(output)
+        frame.leave(output, is_named=modules is not None)
         if len(frames) == 1:
             backwards.awaited(frame.span, tensors_in(output))
 
@@ -148,8 +153,8 @@ def _look_through(
         return output
 
     def note(tensor: Tensor) -> Tensor | None:
-        if len(frames) == 1:
-            saved_now().note(tensor, [storage for frame in top.children for storage in frame.outputs])
+        returned = [storage for frame in top.children if frame.is_served for storage in frame.outputs]
+        saved_now().note(tensor, returned)
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     def unpack(held: Tensor | None) -> Tensor:
@@ -181,13 +186,16 @@ def _look_through(
             chosen = [frame for frame in chosen if frame.span.begun in phases]
         calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
         inputs = tensors_in([(call.args, call.kwargs) for call in calls])
+        for frame in top.children:
+            if not frame.is_served and frame.is_differentiable:
+                between[frame.span.begun].append(frame.saved)
         saved_bytes = _saved_bytes([frame.span for frame in chosen], between, inputs)
     return View(calls, saved_bytes, tuple(moments), differentiates=holds)
 
 
-def _saved_bytes(spans: Sequence[Span], between: Mapping[int, SavedBetween], inputs: Sequence[Tensor]) -> int:
+def _saved_bytes(spans: Sequence[Span], between: Mapping[int, list[SavedBetween]], inputs: Sequence[Tensor]) -> int:
     """What is saved between the calls, at most at once."""
-    phases = [between[phase].bytes_beside(inputs) for phase in {span.begun for span in spans} if phase in between]
+    phases = [bytes_beside(between[phase], inputs) for phase in {span.begun for span in spans} if phase in between]
     return (max if all(span.begun == span.until for span in spans) else sum)([0, *phases])
 
 
@@ -198,11 +206,9 @@ def _chosen(
     modules: Sequence[Any] | None,
     root: nn.Module,
 ) -> list[_Frame]:
-    chosen = [frame for frame in top.children if frame.is_differentiable]
-    if modules is None:
-        chosen = [_through(frame) for frame in chosen if frame.is_trainable]
+    chosen = [frame if modules is not None else _through(frame) for frame in top.children if frame.is_served]
     if not chosen:
-        what = "none of modules=" if modules is not None else "no submodule with parameters to train"
+        what = "none of modules=" if modules is not None else "no submodule with parameters"
         raise NoCallError(
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
             f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
@@ -270,7 +276,8 @@ class _Frame:
         self.part: Part | None = None
         self.children: list[_Frame] = []
         self.is_handed_on = False  # gets just what its caller got
-        self.is_trainable = self.is_differentiable = False
+        self.is_differentiable = self.is_served = False
+        self.saved = SavedBetween(())
         self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
         self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
@@ -291,11 +298,11 @@ class _Frame:
         self.children.append(frame)
         return frame
 
-    def leave(self, output: Any) -> None:
-        has_parameters = any(p.requires_grad for p in self.module.parameters())
+    def leave(self, output: Any, *, is_named: bool) -> None:
+        """It has returned; of one that was not asked for by name the module must be more than a function."""
         tensors = tensors_in(output)
         self.is_differentiable = any(t.requires_grad for t in tensors)
-        self.is_trainable = has_parameters and self.is_differentiable
+        self.is_served = self.is_differentiable and (is_named or any(True for _ in self.module.parameters()))
         self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
         if isinstance(output, Tensor):
             # Where the only call inside returned the very same tensor, this one does nothing of its own.
@@ -308,7 +315,7 @@ class _Frame:
 
 def _through(frame: _Frame) -> _Frame:
     """The call that a `forward` merely passes on to, where it does nothing else."""
-    while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_trainable:
+    while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_served:
         frame = frame.children[0]
     return frame
 

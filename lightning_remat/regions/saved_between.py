@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,18 +12,26 @@ from ..measure.meter import tensor_storage
 from ..operations.saved_tensors import storage_key
 
 
-class SavedBetween:
-    """What the code outside the chosen calls saves for its backward; none of it is held."""
+def keys_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The keys of the storages of tensors."""
+    return {key for t in tensors if (key := storage_key(t)) is not None}
 
-    def __init__(self, owned: list[Tensor]) -> None:
-        self.owned: set[int] = set()
-        self.own(owned)
+
+class SavedBetween:
+    """What the code outside the chosen calls saves for its backward; none of it is held.
+
+    Args:
+        owned: Keys of storages that are alive throughout.
+    """
+
+    def __init__(self, owned: Iterable[int]) -> None:
+        self.owned = set(owned)
         self.noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.gone_bytes = 0
 
     def own(self, tensors: Iterable[Tensor]) -> None:
         """What is alive throughout, or counted elsewhere."""
-        self.owned |= {key for t in tensors if (key := storage_key(t)) is not None}
+        self.owned |= keys_of(tensors)
 
     def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
         """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""
@@ -37,7 +45,11 @@ class SavedBetween:
             self.gone_bytes += known[1]
         self.noted[key] = weakref.ref(storage), storage.nbytes()
 
-    def bytes_beside(self, inputs: Iterable[Tensor]) -> int:
-        """Bytes of all that was noted and is no input of a call."""
-        held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
-        return self.gone_bytes + sum(size for storage, size in self.noted.values() if id(storage()) not in held)
+
+def bytes_beside(parts: Sequence[SavedBetween], inputs: Iterable[Tensor]) -> int:
+    """Bytes of all that was noted, once where several parts have noted it, and is no input of a call."""
+    held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
+    # Of a storage that is alive there is one weak reference, which all parts share.
+    noted = {id(storage): (storage, size) for part in parts for storage, size in part.noted.values()}
+    there = sum(size for storage, size in noted.values() if id(storage()) not in held)
+    return there + sum(part.gone_bytes for part in parts)

@@ -103,7 +103,7 @@ def test_wrong_modules(modules: list[str], message: str) -> None:
 
 def test_nothing_to_train() -> None:
     root = Root(None)
-    with pytest.raises(ValueError, match=r"no submodule with parameters to train.*modules="):
+    with pytest.raises(ValueError, match=r"no submodule with parameters.*modules="):
         find_calls(root, lambda: root.frozen(X))
 
 

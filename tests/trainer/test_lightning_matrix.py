@@ -205,7 +205,7 @@ def test_options(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "bf16", "limits", "max-steps"])
 def test_manual_optimization(tmp_path: Path, name: str) -> None:
-    assert_same_run(tmp_path, Adversaries, callback=remat(memory_budget="85%"), **{**TWO_EPOCHS, **OPTIONS[name]})
+    assert_same_run(tmp_path, Adversaries, **{**TWO_EPOCHS, **OPTIONS[name]})
 
 
 DEMOS: list[Any] = [BoringModel, ManualOptimBoringModel, SmallTransformer, SmallLSTM]
