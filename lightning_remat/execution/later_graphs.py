@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from functools import cache, partial
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property, partial
 from itertools import product
 from operator import gt, le
 from typing import Any, cast
@@ -23,7 +23,7 @@ from ..module_state.ambient import Ambient
 from ..module_state.nesting import tensors_in
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
-from ..plans.region_options import Asking, Option, owning_nothing
+from ..plans.region_options import Asking, Option, options_of, owning_nothing
 from ..plans.step_memory import RegionPeaks
 from ..profiling.profiler import profile_call
 from ..schedules.graph import Graph
@@ -35,10 +35,49 @@ logger = logging.getLogger("lightning_remat")
 Part = tuple[Program, Plan]
 """How a graph runs, and the plan that says so."""
 
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-
 _MOST_PLANS = 8
 """Graphs in which something must be recomputed that are planned while a module trains; further ones run plain."""
+
+_NOTICEABLY = 1.02
+"""Times what was planned for, above which a user is told."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a rewritten module.
+
+    Attributes:
+        module: What is called.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        newcomers: Graphs with demands of their own that have run in it in the places of known ones.
+        is_planned: Whether one of them was planned in it, of which earlier ones knew nothing.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    newcomers: list[Newcomer] = field(default_factory=list["Newcomer"])
+    is_planned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Newcomer:
+    """A graph that was captured later and has other operations than the known ones.
+
+    Attributes:
+        places: The known graphs in whose place it is: none where it has no parameters, and then it may be anywhere.
+        limits: What may be needed, and held, there.
+        sizes: Those that may change from call to call, as large as they were.
+        held_bytes: What it holds.
+        is_lean: Whether it holds as little as it can.
+    """
+
+    places: frozenset[int]
+    limits: RegionPeaks
+    sizes: list[int]
+    held_bytes: int = 0
+    is_lean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +112,16 @@ class LaterGraphs:
 
     Attributes:
         parameters: Of each graph that has run, by their names in the module.
+        newcomers: Those that none of the plans serves.
     """
 
     def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
         self.parts, self.planner, self.headroom_bytes = parts, planner, headroom_bytes
         self.parameters: dict[CapturedGraph, frozenset[str]] = {}
         self._demands: dict[CapturedGraph, _Demand] = {}
-        self._sizes: dict[CapturedGraph, list[int]] = {}  # of those with plans of their own
+        self.newcomers: dict[CapturedGraph, Newcomer] = {}
         self._num_plans = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_more = False
 
     def note(self, module: nn.Module, graph: CapturedGraph, values: list[Any]) -> None:
         """A graph of the module runs for the first time."""
@@ -89,19 +129,38 @@ class LaterGraphs:
         self.parameters[graph] = frozenset(name for name, p in module.named_parameters() if id(p) in read)
         self._demands[graph] = _Demand.of(graph, values)
 
-    def is_outgrown(self, graph: CapturedGraph, values: list[Any]) -> bool:
-        """Whether a graph that was looked at before runs on something larger now."""
-        sizes = self._sizes.get(graph)
-        return sizes is not None and any(map(gt, _sizes_in(values), sizes))
+    def is_outgrown(self, call: Call, graph: CapturedGraph, values: list[Any]) -> bool:
+        """Whether a graph that was looked at before runs on something larger now, or too often in one call."""
+        newcomer = self.newcomers.get(graph)
+        if newcomer is None:
+            return False
+        return any(map(gt, _sizes_in(values), newcomer.sizes)) or self._has_no_room(call, newcomer)
+
+    def runs(self, call: Call, graph: CapturedGraph) -> None:
+        """A graph runs: what newcomers hold in the place of a known one is summed up, and told where it is too much."""
+        newcomer = self.newcomers.get(graph)
+        if newcomer is None or not newcomer.places:
+            return
+        call.newcomers.append(newcomer)
+        held, most = self._beside(call, newcomer), newcomer.limits.held_bytes
+        if held > _NOTICEABLY * most and not (call.is_planned or self._has_warned_of_more):
+            self._has_warned_of_more = True
+            warnings.warn(
+                f"{type(call.module).__name__} does something new and may need more than its budget: "
+                f"{format_bytes(held)} are held for its backward and {format_bytes(most)} were planned for. Remedy: "
+                "plan it anew, on a batch with which it does so",
+                stacklevel=2,
+            )
 
     def program_for(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations.
 
         None where it runs as it is, or by the program that it has had for something smaller.
         """
-        if graph in self._sizes:
-            self._sizes[graph] = [*map(max, self._sizes[graph], _sizes_in(values))]
-        module = call[0]
+        if (newcomer := self.newcomers.get(graph)) is not None:
+            newcomer.sizes = [*map(max, newcomer.sizes, _sizes_in(values))]
+            newcomer.is_lean |= self._has_no_room(call, newcomer)
+        module, call.is_planned = call.module, True
         forward: CompiledForward = self.parts[0][0].traced.forward
         name, given = type(module).__name__, self._given(call, values)
         try:
@@ -119,23 +178,29 @@ class LaterGraphs:
             assert traced is not None
             if not traced.operations:
                 return None
-            self._sizes.setdefault(graph, _sizes_in(values))
+            newcomer = newcomer or Newcomer(self._places(graph), limits, _sizes_in(values))
+            self.newcomers[graph] = newcomer
             costs = costs_of(traced)
             if costs is None:
                 raise TraceError("there is no memory to find out what it needs")
             asking = Asking(costs, self.planner)
             plain = asking.option(keep_everything(costs))
-            if _is_within(plain.peaks, limits):
+            newcomer.held_bytes = newcomer.held_bytes or plain.peaks.held_bytes
+            left = _more(limits, -self._beside(call, newcomer))
+            if newcomer.is_lean:
+                left = replace(left, held_bytes=0)
+            if _is_within(plain.peaks, left):
                 return None
             if self._num_plans == _MOST_PLANS:
                 raise TraceError(
                     f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of "
                     "its forward"
                 )
-            self._num_plans += 1
-            planned = _asked(asking, limits)
-            if planned is None or planned.schedule == plain.schedule:
+            planned = _asked(asking, left)
+            if planned.schedule == plain.schedule:
                 return None
+            self._num_plans += 1
+            newcomer.held_bytes = planned.peaks.held_bytes
             logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
             return compile_schedule(traced, planned.schedule, costs)
         except ValueError as error:  # what a planner of the user's proposes too
@@ -165,26 +230,51 @@ class LaterGraphs:
         return other is None or (own.kinds == other.kinds and all(map(le, own.sizes, other.sizes)))
 
     def _limits(self, graph: CapturedGraph) -> RegionPeaks:
-        """What a graph may need, and hold, in the place of a known one, so that the step stays within its budget.
+        """What a graph may need, and hold, in the place of known ones, so that the step stays within its budget.
 
-        That is the one with which it shares most parameters. Others may do something new as well, and have their share
-        of what is left.
+        Others may do something new as well, and have their share of what is left. One without parameters may need as
+        much as any.
         """
+        peaks = [self._peaks[k] for k in self._places(graph) or range(len(self.parts))]
+        held = [p.held_bytes for p in peaks]
+        most = RegionPeaks(max(p.forward_bytes for p in peaks), max(p.backward_bytes for p in peaks), max(held))
+        others = sum(held) - max(held) if self._places(graph) else 0
+        return _more(most, others + self.headroom_bytes // len(self.parts))
+
+    def _places(self, graph: CapturedGraph) -> frozenset[int]:
+        """The known graphs in whose place a graph is: those with which it shares most parameters."""
         shared = [len(self.parameters[graph] & self._parameters_of(program)) for program, _ in self.parts]
-        known = [plan for (_, plan), n in zip(self.parts, shared, strict=True) if n == max(shared)]
-        options = [Asking(owning_nothing(plan.graph), self.planner).option(plan.schedule) for plan in known]
-        figures = [(o.peaks.forward_bytes, o.peaks.backward_bytes, o.peaks.held_bytes) for o in options]
-        headroom = self.headroom_bytes // len(self.parts)
-        return RegionPeaks(*(max(some) + headroom for some in zip(*figures, strict=True)))
+        return frozenset(k for k, n in enumerate(shared) if n == max(shared) and n)
+
+    @cached_property
+    def _peaks(self) -> list[RegionPeaks]:
+        """Of the known graphs, by their plans."""
+        plans = [plan for _, plan in self.parts]
+        return [Asking(owning_nothing(p.graph), self.planner).option(p.schedule).peaks for p in plans]
+
+    def _beside(self, call: Call, newcomer: Newcomer) -> int:
+        """Bytes by which what newcomers hold in a call is more than was planned for in other places than this one's."""
+        if not newcomer.places:
+            return 0
+        places = frozenset[int]().union(*(n.places for n in call.newcomers)) - newcomer.places
+        held = sum(n.held_bytes for n in call.newcomers)
+        return max(0, held - sum(self._peaks[k].held_bytes for k in places))
+
+    def _has_no_room(self, call: Call, newcomer: Newcomer) -> bool:
+        """Whether it has run in a call before, and once more is too much: where a known graph is divided in a loop."""
+        if newcomer.is_lean or newcomer not in call.newcomers:
+            return False
+        return self._beside(call, newcomer) + newcomer.held_bytes > newcomer.limits.held_bytes
 
     def _parameters_of(self, program: Program) -> frozenset[str]:
-        return self.parameters.get(cast(CapturedGraph, program.traced.captured), frozenset())
+        traced = program.traced
+        return frozenset(traced.owned.values()) | self.parameters.get(cast(CapturedGraph, traced.captured), frozenset())
 
     def _given(self, call: Call, values: list[Any]) -> list[Tensor]:
         """The tensors that come into a graph: the call's, or any that the module does not hold."""
         if self.parts[0][0].traced.forward.is_whole:
-            return tensors_in(call[1:])
-        owned = {id(t) for t in (*call[0].parameters(), *call[0].buffers())}
+            return tensors_in((call.args, call.kwargs))
+        owned = {id(t) for t in (*call.module.parameters(), *call.module.buffers())}
         return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]
 
 
@@ -200,14 +290,22 @@ def _is_within(peaks: RegionPeaks, limits: RegionPeaks) -> bool:
     return all(map(le, astuple(peaks), astuple(limits)))
 
 
-def _asked(asking: Asking, limits: RegionPeaks) -> Option | None:
+def _more(peaks: RegionPeaks, num_bytes: int) -> RegionPeaks:
+    """So many bytes more, or less, but none below zero."""
+    return RegionPeaks(*(max(0, most + num_bytes) for most in astuple(peaks)))
+
+
+def _asked(asking: Asking, limits: RegionPeaks) -> Option:
     """A schedule within the limits, or the closest one that the planner has; it knows one limit for both directions."""
-    found: Option | None = None
     for most in (limits.most_bytes, min(limits.forward_bytes, limits.backward_bytes)):
-        found = asking.answer(most, max(0, most - limits.held_bytes)) or found
+        found = asking.answer(most, max(0, most - limits.held_bytes))
         if found is not None and _is_within(found.peaks, limits):
-            break
-    return found
+            return found
+
+    def excess(option: Option) -> int:
+        return sum(max(0, own - most) for own, most in zip(astuple(option.peaks), astuple(limits), strict=True))
+
+    return min(options_of(asking), key=excess)
 
 
 def _sizes_in(values: list[Any]) -> list[int]:

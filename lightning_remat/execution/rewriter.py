@@ -69,16 +69,17 @@ class _Rewritten:
             CaptureError: There is none, and nothing has run.
         """
         forward: CompiledForward = self.parts[0][0].traced.forward
-        return forward.call(partial(self._run, (module, args, kwargs)), module, args, kwargs)
+        return forward.call(partial(self._run, Call(module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self._later.parameters:
-            self._later.note(call[0], graph, values)
-        if graph not in self.programs or self._later.is_outgrown(graph, values):
+            self._later.note(call.module, graph, values)
+        if graph not in self.programs or self._later.is_outgrown(call, graph, values):
             with self._lock:
-                if graph not in self.programs or self._later.is_outgrown(graph, values):
+                if graph not in self.programs or self._later.is_outgrown(call, graph, values):
                     found = self._finished(self._later.program_for(call, graph, values))
                     self.programs[graph] = found or self.programs.get(graph)
+        self._later.runs(call, graph)
         program = self.programs[graph]
         if program is None:
             return graph.run(values)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_remat import measure_peak, rematerialize
+from lightning_remat import measure_peak, rematerialize, restore
 
 WIDTH = 32
 
@@ -90,3 +90,64 @@ def test_what_needs_more_later_stays_within_the_budget(
     assert peaks[1] <= 1.03 * budget  # beyond which are the loss and the gradients that stay
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
     assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+class Talks(nn.Module):
+    """Prints before its blocks, and after each of them where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Residual() for _ in range(8)), nn.Linear(WIDTH, 1)
+        self.is_verbose = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        print(end="")
+        for block in self.blocks:
+            x = block(x)
+            if self.is_verbose:
+                print(end="")
+        return self.head(x).mean()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_divided_later_stays_within_the_budget_in_sum() -> None:
+    torch.manual_seed(0)
+    x, ours = torch.randn(512, WIDTH), Talks()
+    plan = rematerialize(ours, x, memory_budget="60%")
+    assert plan.num_recomputed
+    found: list[list[Tensor]] = []
+    for module in (ours, restored(ours)):
+        module.is_verbose = True
+        step(module, x, nullcontext)  # in which its pieces are planned one by one
+        with measure_peak(include=[module, x]) as measured:
+            step(module, x, nullcontext)
+        found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+        assert (measured.peak_bytes <= plan.budget_bytes) == (module is ours)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+def test_pieces_that_need_more_in_sum_are_told_of() -> None:
+    torch.manual_seed(0)
+    x, ours = torch.randn(512, WIDTH), Talks()
+    rematerialize(ours, x, memory_budget="40%", planner="periodic")  # which has nothing as lean for a single block
+    ours.is_verbose = True
+    step(ours, x, nullcontext)
+    with pytest.warns(UserWarning, match=r"may need more than its budget: .* are held .* were planned for. Remedy"):
+        step(ours, x, nullcontext)
+
+
+def restored(module: Talks) -> Talks:
+    plain = copy.deepcopy(module)
+    restore(plain)
+    return plain

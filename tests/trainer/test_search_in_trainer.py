@@ -204,8 +204,9 @@ def test_size_that_runs_out_of_memory_when_executed_is_not_returned(tmp_path: Pa
     callback, module = remat(memory_budget="6MiB", batch_size="auto"), seeded(Limited)
     run(tmp_path, module, callback, max_steps=2)
     assert callback.result is not None
-    assert max(Limited.tried.read()) > 20 >= callback.result.batch_size
-    assert callback.result.num_steps <= 6
+    # What ran out and what fitted close in on the limit, in the steps that a search may run.
+    assert max(Limited.tried.read()) > 20 >= callback.result.batch_size > 16
+    assert callback.result.num_steps <= batch_size_module.MOST_STEPS
     assert module.sizes == [callback.result.batch_size] * 2
 
 
