@@ -15,6 +15,7 @@ from ..budget import format_bytes
 from ..devices import counts_memory, empty_cache
 from ..errors import InfeasibleBudgetError
 from ..execution.modified import retried
+from ..execution.rewriter import num_profiled
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..plans.plan import StepPlan
@@ -247,9 +248,15 @@ def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.
     size, modules = choice.batch_size, list[nn.Module]()
     measured: int | None = None
     trial.within = choice.budget_bytes if settings.counts_scratch else None
+
+    def measure() -> int:
+        return retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
+
     try:
         modules = install(trial, size, choice.step, settings.planner)
-        measured = retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
+        measured = measure()
+        if trial.least(-num_profiled(modules)):  # graphs that are frozen elsewhere, say: further steps know them
+            measured = measure()
     except BaseException as error:
         uninstall(modules)
         if not is_out_of_memory(error):

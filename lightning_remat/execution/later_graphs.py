@@ -113,6 +113,7 @@ class LaterGraphs:
     Attributes:
         parameters: Of each graph that has run, by their names in the module.
         newcomers: Those that none of the plans serves.
+        num_profiled: How many were profiled when they first ran, which took memory.
     """
 
     def __init__(self, parts: Sequence[Part], planner: str | Callable[..., Schedule], headroom_bytes: int) -> None:
@@ -120,7 +121,7 @@ class LaterGraphs:
         self.parameters: dict[CapturedGraph, frozenset[str]] = {}
         self._demands: dict[CapturedGraph, _Demand] = {}
         self.newcomers: dict[CapturedGraph, Newcomer] = {}
-        self._num_plans = 0
+        self._num_plans = self.num_profiled = 0
         self._has_warned = self._has_warned_of_more = False
 
     def note(self, module: nn.Module, graph: CapturedGraph, values: list[Any]) -> None:
@@ -155,8 +156,11 @@ class LaterGraphs:
     def program_for(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Program | None:
         """The program of a graph that was captured later: by the same plan where it has the same operations.
 
-        None where it runs as it is, or by the program that it has had for something smaller.
+        None where it runs as it is, as one does of which nothing is differentiated, or by the program that it has had
+        for something smaller.
         """
+        if not any(t.requires_grad for t in tensors_in(values)):
+            return None
         if (newcomer := self.newcomers.get(graph)) is not None:
             newcomer.sizes = [*map(max, newcomer.sizes, _sizes_in(values))]
             newcomer.is_lean |= self._has_no_room(call, newcomer)
@@ -180,29 +184,7 @@ class LaterGraphs:
                 return None
             newcomer = newcomer or Newcomer(self._places(graph), limits, _sizes_in(values))
             self.newcomers[graph] = newcomer
-            costs = costs_of(traced)
-            if costs is None:
-                raise TraceError("there is no memory to find out what it needs")
-            asking = Asking(costs, self.planner)
-            plain = asking.option(keep_everything(costs))
-            newcomer.held_bytes = newcomer.held_bytes or plain.peaks.held_bytes
-            left = _more(limits, -self._beside(call, newcomer))
-            if newcomer.is_lean:
-                left = replace(left, held_bytes=0)
-            if _is_within(plain.peaks, left):
-                return None
-            if self._num_plans == _MOST_PLANS:
-                raise TraceError(
-                    f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of "
-                    "its forward"
-                )
-            planned = _asked(asking, left)
-            if planned.schedule == plain.schedule:
-                return None
-            self._num_plans += 1
-            newcomer.held_bytes = planned.peaks.held_bytes
-            logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
-            return compile_schedule(traced, planned.schedule, costs)
+            return self._planned(call, newcomer, traced, costs_of(traced))
         except ValueError as error:  # what a planner of the user's proposes too
             if not self._has_warned:
                 warnings.warn(
@@ -211,9 +193,39 @@ class LaterGraphs:
             self._has_warned = True
             return None
 
-    @staticmethod
-    def _costs(values: list[Any], given: list[Tensor], traced: TracedModule) -> Graph | None:
+    def _planned(self, call: Call, newcomer: Newcomer, traced: TracedModule, costs: Graph | None) -> Program | None:
+        """The program of a newcomer by a plan of its own; None where it fits as it is, or no plan makes it leaner.
+
+        Raises:
+            TraceError: It can be planned no more.
+        """
+        if costs is None:
+            raise TraceError("there is no memory to find out what it needs")
+        asking = Asking(costs, self.planner)
+        plain = asking.option(keep_everything(costs))
+        newcomer.held_bytes = plain.peaks.held_bytes
+        left = _more(newcomer.limits, -self._beside(call, newcomer))
+        if newcomer.is_lean:
+            left = replace(left, held_bytes=0)
+        if _is_within(plain.peaks, left):
+            return None
+        if self._num_plans == _MOST_PLANS:
+            raise TraceError(
+                f"{_MOST_PLANS} plans have been made for it. Remedy: keep what changes from step to step out of "
+                "its forward"
+            )
+        planned = _asked(asking, left)
+        if planned.schedule == plain.schedule:
+            return None
+        self._num_plans += 1
+        newcomer.held_bytes = planned.peaks.held_bytes
+        name = type(call.module).__name__
+        logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
+        return compile_schedule(traced, planned.schedule, costs)
+
+    def _costs(self, values: list[Any], given: list[Tensor], traced: TracedModule) -> Graph | None:
         """The profile of a graph; None where there is no memory for that."""
+        self.num_profiled += 1
         try:
             return owning_nothing(profile_call(traced, values, given, repeats=1))
         except Exception as error:

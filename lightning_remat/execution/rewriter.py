@@ -42,6 +42,7 @@ class _Rewritten:
         planner: What makes further plans, for graphs that TorchDynamo captures later.
         left: Graphs that were captured before and stay as they are.
         headroom_bytes: What the step by these plans leaves of its budget.
+        serves_eval: Whether it is planned in eval mode, as a part of something in training may be, and for that.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class _Rewritten:
         planner: str | Callable[..., Schedule] = "auto",
         left: Iterable[CapturedGraph] = (),
         headroom_bytes: int = 0,
+        *,
+        serves_eval: bool = False,
     ) -> None:
-        self.plan, self.parts, self._later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
+        self.serves_eval = serves_eval
+        self.plan, self.parts, self.later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
         self.original = type(parts[0][0].traced.module).forward if parts else None
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
@@ -72,14 +76,14 @@ class _Rewritten:
         return forward.call(partial(self._run, Call(module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
-        if graph not in self._later.parameters:
-            self._later.note(call.module, graph, values)
-        if graph not in self.programs or self._later.is_outgrown(call, graph, values):
+        if graph not in self.later.parameters:
+            self.later.note(call.module, graph, values)
+        if graph not in self.programs or self.later.is_outgrown(call, graph, values):
             with self._lock:
-                if graph not in self.programs or self._later.is_outgrown(call, graph, values):
-                    found = self._finished(self._later.program_for(call, graph, values))
+                if graph not in self.programs or self.later.is_outgrown(call, graph, values):
+                    found = self._finished(self.later.program_for(call, graph, values))
                     self.programs[graph] = found or self.programs.get(graph)
-        self._later.runs(call, graph)
+        self.later.runs(call, graph)
         program = self.programs[graph]
         if program is None:
             return graph.run(values)
@@ -165,6 +169,8 @@ def install_parts(
     planner: str | Callable[..., Schedule] = "auto",
     left: Iterable[CapturedGraph] = (),
     headroom_bytes: int = 0,
+    *,
+    trains: bool = True,
 ) -> list[nn.Module]:
     """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
@@ -174,6 +180,7 @@ def install_parts(
         planner: Makes further plans, for graphs that are captured later.
         left: Graphs that stay as they are, as their programs would not be worth it or there are none.
         headroom_bytes: What the step by these plans leaves of its budget.
+        trains: Whether what consists of them is in training, so that those in eval mode are meant to be.
 
     Returns:
         The modules that are rewritten.
@@ -184,7 +191,8 @@ def install_parts(
     rewritten = {m: own for m, own in parts.items() if any(is_worth(plan) for _, plan in own)}
     for m, own in rewritten.items():
         restore(m)
-        _put(m, _Rewritten(own[0][1], own, planner, left, headroom_bytes))
+        serves_eval = trains and not m.training
+        _put(m, _Rewritten(own[0][1], own, planner, left, headroom_bytes, serves_eval=serves_eval))
     return list(rewritten)
 
 
@@ -206,7 +214,7 @@ def install_regions(
     """
     assert plan.step is not None
     restore(module)
-    install_parts(programs, plan.step.plans, planner, left, plan.step.headroom_bytes)
+    install_parts(programs, plan.step.plans, planner, left, plan.step.headroom_bytes, trains=module.training)
     own: _Rewritten | None = vars(module).get(_STATE)
     if own is None:
         vars(module)[_STATE] = _Rewritten(plan)
@@ -245,6 +253,11 @@ def watched(module: nn.Module, watch: Watch | None = None) -> Generator[set[Prog
 def programs_in(module: nn.Module) -> set[Program]:
     """The programs by which the module and its submodules run."""
     return {p for state in _states(module) for p in state.programs.values() if p is not None}
+
+
+def num_profiled(modules: Iterable[nn.Module]) -> int:
+    """How many graphs were profiled while modules and their submodules ran: measured meanwhile was that as well."""
+    return sum(state.later.num_profiled for module in modules for state in _states(module))
 
 
 def compile_programs(modules: Iterable[nn.Module], compiler: StretchCompiler) -> None:
@@ -313,7 +326,9 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     original = type(self).forward
     state: _Rewritten | None = vars(self).get(_STATE)
-    if state is None or not state.parts or not self.training or not torch.is_grad_enabled():
+    if state is None or not state.parts or not torch.is_grad_enabled():
+        return original(self, *args, **kwargs)
+    if not (self.training or state.serves_eval):
         return original(self, *args, **kwargs)
     if is_in_checkpoint():
         return original(self, *args, **kwargs)

@@ -15,7 +15,7 @@ from ..budget import format_bytes
 from ..devices import HOST, device_of, empty_cache, random_state
 from ..errors import InfeasibleBudgetError
 from ..execution.modified import retried
-from ..execution.rewriter import programs_in
+from ..execution.rewriter import num_profiled, programs_in
 from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
@@ -165,7 +165,7 @@ def step_peak(
     """Measured peak in bytes of one forward and backward: parameters, buffers, inputs, outputs and all between.
 
     Where something rests in further steps, which this one finds out, one of those is measured as well: autograd holds
-    for the sum of a bias's gradient what hooks hand over before.
+    for the sum of a bias's gradient what hooks hand over before. So is one where this one has profiled graphs.
 
     Args:
         module: What is run, as it is rewritten.
@@ -174,7 +174,10 @@ def step_peak(
         is_module_alone: Whether the loss weighs nothing, and random numbers come from generators of the step's own, so
             that threads which draw meanwhile are left in peace: for a module that is captured as a whole.
     """
+    before = num_profiled([module])
     peak = _peak_of_step(module, args, kwargs, is_module_alone)
+    if num_profiled([module]) > before:
+        peak = _peak_of_step(module, args, kwargs, is_module_alone)
     if any(program.variants and program.variants[-1].rests.unproven for program in programs_in(module)):
         return max(peak, _peak_of_step(module, args, kwargs, is_module_alone))
     return peak

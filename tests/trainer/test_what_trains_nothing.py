@@ -37,9 +37,18 @@ class Perceptual(Deep):
         return torch.optim.Adam(self.net.parameters())
 
 
+class InEval(Perceptual):
+    """The frozen network neither drops nor counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge.eval()
+
+
 @pytest.mark.slow
-def test_a_frozen_network_is_planned_too(tmp_path: Path) -> None:
-    callback = assert_same_run(tmp_path, Perceptual, callback=remat(memory_budget="75%"))
+@pytest.mark.parametrize("kind", [Perceptual, InEval])
+def test_a_frozen_network_is_planned_too(kind: type[Perceptual], tmp_path: Path) -> None:
+    callback = assert_same_run(tmp_path, kind, callback=remat(memory_budget="75%"))
     assert callback.result is not None
     step = callback.result.step
     assert step.keys == ("net", "judge")
