@@ -136,11 +136,24 @@ def test_a_graph_that_is_divided_later_stays_within_the_budget_in_sum() -> None:
     assert all(map(torch.equal, *found))
 
 
+class TalksAgain(Talks):
+    """The same in code of its own: TorchDynamo of torch 2.11 remembers where the other was divided."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 3 * x
+        print(end="")
+        for block in self.blocks:
+            x = block(x)
+            if self.is_verbose:
+                print(end="")
+        return self.head(x).mean()
+
+
 @pytest.mark.slow
 def test_pieces_that_need_more_in_sum_are_told_of() -> None:
     torch.manual_seed(0)
-    x, ours = torch.randn(512, WIDTH), Talks()
-    rematerialize(ours, x, memory_budget="40%", planner="periodic")  # which has nothing as lean for a single block
+    x, ours = torch.randn(512, WIDTH), TalksAgain()
+    rematerialize(ours, x, memory_budget="50%", planner="periodic")  # which has nothing as lean for a single block
     ours.is_verbose = True
     step(ours, x, nullcontext)
     with pytest.warns(UserWarning, match=r"may need more than its budget: .* are held .* were planned for. Remedy"):

@@ -24,7 +24,7 @@ class Perceptual(Deep):
 
     def __init__(self) -> None:
         super().__init__()
-        self.judge = nn.Sequential(deep(), deep()).requires_grad_(False)
+        self.judge = nn.Sequential(*(deep() for _ in range(4))).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]
@@ -48,11 +48,11 @@ class InEval(Perceptual):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Perceptual, InEval])
 def test_a_frozen_network_is_planned_too(kind: type[Perceptual], tmp_path: Path) -> None:
-    callback = assert_same_run(tmp_path, kind, callback=remat(memory_budget="75%"))
+    callback = assert_same_run(tmp_path, kind, callback=remat(memory_budget="65%"))
     assert callback.result is not None
     step = callback.result.step
     assert step.keys == ("net", "judge")
-    assert step.plans["judge"].num_recomputed
+    assert step.plans["judge"].num_recomputed  # the trained one alone holds a fifth
     assert abs(step.surroundings.correction_bytes) < 0.01 * step.predicted_peak_bytes
     assert callback.result.measured_peak_bytes <= callback.result.budget_bytes
 
