@@ -152,6 +152,7 @@ def test_what_ran_without_gradients_runs_again_without() -> None:
     assert_equal_steps(plain, recomputing_copy(plain, x), [x, x])
 
 
+@pytest.mark.slow
 def test_what_gradients_flow_to_may_change_while_it_trains() -> None:
     plain, ours, x = networks()
     for is_frozen, is_asked in [(False, False), (True, False), (True, True), (False, True), (False, False)]:

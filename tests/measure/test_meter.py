@@ -105,6 +105,7 @@ def test_gathered_parameters_come_and_go(mode: object) -> None:
             assert measured.peak_bytes == 2 * shard + 1024 + 4
 
 
+@pytest.mark.slow
 def test_what_is_captured_meanwhile_is_not_counted() -> None:
     """A step that TorchDynamo captures anew makes fake tensors of all that it makes, at first."""
     module, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(256, 64)

@@ -222,6 +222,7 @@ def test_profiles_of_different_modules_are_refused() -> None:
         ScalableGraph(Line(2, 4), chain(6), chain(7))
 
 
+@pytest.mark.slow
 def test_what_a_choice_of_few_schedules_leaves_is_used() -> None:
     """One large region beside a small one gets, within a layer's output, the seconds that it would get alone."""
     graphs = {"large": chain(60), "small": chain(2)}

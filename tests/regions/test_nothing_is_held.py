@@ -57,6 +57,7 @@ def test_rematerializing_and_training_hold_no_graph(make: Callable[[], nn.Module
     assert held(net) == []
 
 
+@pytest.mark.slow
 def test_a_search_for_a_batch_size_holds_no_graph() -> None:
     net = Halves()
     find_batch_size(net, images(), lambda x: net(x).sum(), memory_budget="3MiB", max_batch_size=8)

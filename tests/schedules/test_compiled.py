@@ -52,6 +52,7 @@ print(double(2), triple(2))
 """
 
 
+@pytest.mark.slow
 def test_compiling_is_told_once_and_only_where_it_is_done(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(COMPILE)
