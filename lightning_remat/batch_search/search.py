@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -40,7 +41,10 @@ from .trial import (
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 8
-"""Real training steps that a search runs at most; the last two only where others ran out of memory or exceeded."""
+"""Real training steps that a search runs at most; the last two only where others ran out of memory or exceeded.
+
+Where graphs that no plan knows turn up in them, as many again.
+"""
 
 _MOST_REPLAYS = 4
 """Choices that are looked at for gaps before one is executed."""
@@ -55,6 +59,14 @@ _NEARLY = 0.99
 
 _NOTICEABLY = 0.98
 """Of a floor, below which another is worth a second search."""
+
+
+class _Executed(NamedTuple):
+    """The rewritten modules, and the most that any rank measured: None, of none, if one ran out of memory."""
+
+    modules: list[nn.Module]
+    measured: int | None
+    num_steps: int
 
 
 def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Result, list[nn.Module]]:
@@ -78,7 +90,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
     good: Result | None = None
     measured: int | None = None
     executed: dict[int, int] = {}
-    tries, ran_out = _MOST_TRIES - 1, False
+    tries, ran_out, num_steps = _MOST_TRIES - 1, False, 0
     for number in range(_MOST_TRIES):
         if number == tries:
             break
@@ -93,13 +105,14 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
             break
         try:
-            modules, measured = _execute(trial, choice, settings)
+            modules, measured, num_more = _execute(trial, choice, settings)
         except ValueError as error:
             if not is_too_small_for_batch_norm(error) or size == search.sizes[-1]:
                 raise
             logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
             search.sizes = [s for s in search.sizes if s > size]
             continue
+        num_steps += num_more
         if measured is None:
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
             search.recount(_free_bytes(trial))
@@ -113,7 +126,6 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         if measured <= choice.budget_bytes or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             budget = max(measured, choice.budget_bytes)
-            num_steps = (number + 1) * STEPS_PER_TRIAL
             plain = search.plain_peak(size)
             kept = _reserved_bytes(trial, step) if counts_memory(trial.device) else None
             found = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason, kept)
@@ -240,35 +252,49 @@ def _free_bytes(trial: Trial) -> int:
     return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
 
 
-def _execute(trial: Trial, choice: Choice, settings: Settings) -> tuple[list[nn.Module], int | None]:
-    """The rewritten modules, and the most that any rank measured: None, of none, if one ran out of memory.
+def _execute(trial: Trial, choice: Choice, settings: Settings) -> _Executed:
+    """Rewrites the modules and runs steps; once more where graphs that were new in the first were profiled in them.
 
     Where all counts that the device must have, it may take no more than the budget meanwhile.
     """
     size, modules = choice.batch_size, list[nn.Module]()
-    measured: int | None = None
-    trial.within = choice.budget_bytes if settings.counts_scratch else None
 
     def measure() -> int:
+        if not modules:
+            modules.extend(install(trial, size, choice.step, settings.planner))
         return retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
 
+    trial.within = choice.budget_bytes if settings.counts_scratch else None
+    num_steps = STEPS_PER_TRIAL
     try:
-        modules = install(trial, size, choice.step, settings.planner)
-        measured = measure()
-        if trial.least(-num_profiled(modules)):  # graphs that are frozen elsewhere, say: further steps know them
-            measured = measure()
-    except BaseException as error:
+        measured = _most(trial, measure)
+        if measured is not None and trial.least(-num_profiled(modules)):
+            measured = _most(trial, measure)
+            num_steps += STEPS_PER_TRIAL
+    except BaseException:
         uninstall(modules)
-        if not is_out_of_memory(error):
-            raise
+        raise
     finally:
         trial.within = None
-    if trial.least(int(measured is not None)) and measured is not None:
-        return modules, -trial.least(-measured)
+    if measured is not None:
+        return _Executed(modules, measured, num_steps)
     uninstall(modules)
     gc.collect()
     empty_cache(trial.device)
-    return [], None
+    return _Executed([], None, num_steps)
+
+
+def _most(trial: Trial, measure: Callable[[], int]) -> int | None:
+    """The most that any rank measures; None, of none, if one runs out of memory."""
+    measured: int | None = None
+    try:
+        measured = measure()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    if trial.least(int(measured is not None)) and measured is not None:
+        return -trial.least(-measured)
+    return None
 
 
 def _warm_up(model: StepModel, settings: Settings) -> None:

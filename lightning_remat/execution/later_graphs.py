@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -43,25 +44,6 @@ _NOTICEABLY = 1.02
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """A call of a rewritten module.
-
-    Attributes:
-        module: What is called.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        newcomers: Graphs with demands of their own that have run in it in the places of known ones.
-        is_planned: Whether one of them was planned in it, of which earlier ones knew nothing.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    newcomers: list[Newcomer] = field(default_factory=list["Newcomer"])
-    is_planned: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class Newcomer:
     """A graph that was captured later and has other operations than the known ones.
 
@@ -78,6 +60,25 @@ class Newcomer:
     sizes: list[int]
     held_bytes: int = 0
     is_lean: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a rewritten module.
+
+    Attributes:
+        module: What is called.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        newcomers: How often graphs with demands of their own have run in it in the places of known ones.
+        is_planned: Whether one of them was planned in it, of which earlier ones knew nothing.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    newcomers: Counter[Newcomer] = field(default_factory=Counter[Newcomer])
+    is_planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class LaterGraphs:
         newcomer = self.newcomers.get(graph)
         if newcomer is None or not newcomer.places:
             return
-        call.newcomers.append(newcomer)
+        call.newcomers[newcomer] += 1
         held, most = self._beside(call, newcomer), newcomer.limits.held_bytes
         if held > _NOTICEABLY * most and not (call.is_planned or self._has_warned_of_more):
             self._has_warned_of_more = True
@@ -170,7 +171,8 @@ class LaterGraphs:
         try:
             traced = traced_graph(module, forward, graph, values, given)
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
-            limits = self._limits(graph)
+            places = self._places(graph)
+            limits = self._limits(places)
             costs_of = cache(partial(self._costs, values, given))  # of each way once, however many parts are like it
             for (program, plan), found in product(self.parts, (traced, apart)):
                 if found is not None and is_alike(found, program.traced):
@@ -182,7 +184,7 @@ class LaterGraphs:
             assert traced is not None
             if not traced.operations:
                 return None
-            newcomer = newcomer or Newcomer(self._places(graph), limits, _sizes_in(values))
+            newcomer = newcomer or Newcomer(places, limits, _sizes_in(values))
             self.newcomers[graph] = newcomer
             return self._planned(call, newcomer, traced, costs_of(traced))
         except ValueError as error:  # what a planner of the user's proposes too
@@ -241,22 +243,22 @@ class LaterGraphs:
         own, other = self._demands[graph], self._demands.get(known)
         return other is None or (own.kinds == other.kinds and all(map(le, own.sizes, other.sizes)))
 
-    def _limits(self, graph: CapturedGraph) -> RegionPeaks:
-        """What a graph may need, and hold, in the place of known ones, so that the step stays within its budget.
+    def _limits(self, places: frozenset[int]) -> RegionPeaks:
+        """What a graph may need, and hold, in the places of known ones, so that the step stays within its budget.
 
         Others may do something new as well, and have their share of what is left. One without parameters may need as
         much as any.
         """
-        peaks = [self._peaks[k] for k in self._places(graph) or range(len(self.parts))]
+        peaks = [self._peaks[k] for k in places or range(len(self.parts))]
         held = [p.held_bytes for p in peaks]
         most = RegionPeaks(max(p.forward_bytes for p in peaks), max(p.backward_bytes for p in peaks), max(held))
-        others = sum(held) - max(held) if self._places(graph) else 0
+        others = sum(held) - max(held) if places else 0
         return _more(most, others + self.headroom_bytes // len(self.parts))
 
     def _places(self, graph: CapturedGraph) -> frozenset[int]:
         """The known graphs in whose place a graph is: those with which it shares most parameters."""
         shared = [len(self.parameters[graph] & self._parameters_of(program)) for program, _ in self.parts]
-        return frozenset(k for k, n in enumerate(shared) if n == max(shared) and n)
+        return frozenset(k for k, n in enumerate(shared) if n and n == max(shared))
 
     @cached_property
     def _peaks(self) -> list[RegionPeaks]:
@@ -269,7 +271,7 @@ class LaterGraphs:
         if not newcomer.places:
             return 0
         places = frozenset[int]().union(*(n.places for n in call.newcomers)) - newcomer.places
-        held = sum(n.held_bytes for n in call.newcomers)
+        held = sum(n.held_bytes * times for n, times in call.newcomers.items())
         return max(0, held - sum(self._peaks[k].held_bytes for k in places))
 
     def _has_no_room(self, call: Call, newcomer: Newcomer) -> bool:
