@@ -40,6 +40,7 @@ from . import (
     numpy_as_it_is,
     quiet,
 )
+from .capture_error import CaptureError, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
@@ -91,19 +92,6 @@ class CapturedGraph:
     def graph(self) -> fx.Graph:
         """Its nodes."""
         return self.module.graph
-
-
-class CaptureError(Exception):
-    """A forward is no single graph.
-
-    Attributes:
-        where: `file:line` of the user's code, where TorchDynamo tells.
-        is_final: Whether it has been captured so often that it will not be captured again.
-    """
-
-    def __init__(self, message: str, where: str | None, *, is_final: bool = False) -> None:
-        super().__init__(message)
-        self.where, self.is_final = where, is_final
 
 
 class _Bound(BaseException):
@@ -161,6 +149,8 @@ class CompiledForward:
         return context(types.FunctionType(code, names))
 
     def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
+        if self.is_whole:
+            refuse_values(module.graph)
         if self.has_hooks:
             replace_module_hooks(module.graph)
             module.recompile()
@@ -208,7 +198,7 @@ class CompiledForward:
             reason = f"it has done something new {_MOST_GRAPHS} times"
             raise CaptureError(reason, None, is_final=True) from error
         except TorchDynamoException as error:
-            raise CaptureError(_first_lines(error), _where(error), is_final=self.is_exhausted) from error
+            raise why(error, is_final=self.is_exhausted) from error
         finally:
             self._local.call = before
 
@@ -229,7 +219,7 @@ class CompiledForward:
         except CaptureError:
             raise
         except Exception as error:  # the user's, or TorchDynamo's: the plain run will tell
-            raise CaptureError(f"{type(error).__name__}: {_first_lines(error)}", _where(error)) from error
+            raise why(error) from error
         finally:
             random.setstate(python_state)
         raise CaptureError("it computes nothing", None)
@@ -369,24 +359,3 @@ def _dynamic(tensors: Iterable[Tensor]) -> Generator[None]:
     finally:
         for t, name in marks:
             vars(t).pop(name, None)
-
-
-_RAISED = "Developer debug context: raised exception "
-
-
-def _first_lines(error: BaseException) -> str:
-    """The sentence in which TorchDynamo says why; where it only met an error of the user's, that one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = next((line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)), None)
-    if raised is not None:
-        return f"it raises {raised}"
-    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
-    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
-
-
-def _where(error: BaseException) -> str | None:
-    stack = getattr(error, "real_stack", None)
-    for frame in reversed(stack or []):
-        if frame.filename != __file__:
-            return f"{frame.filename}:{frame.lineno}"
-    return None

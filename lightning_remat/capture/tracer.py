@@ -16,7 +16,8 @@ from ..operations.contexts import lift_contexts
 from ..operations.functions import differentiates_in_its_backward, replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
 from .aliasing import Record, record
-from .dynamo import CapturedGraph, CaptureError, CompiledForward, forward_of
+from .capture_error import CaptureError, where_of
+from .dynamo import CapturedGraph, CompiledForward, forward_of
 from .exchanged_data import join_exchanges
 from .fusion import group, read_again
 from .out_of_place import put_out_of_place
@@ -251,8 +252,7 @@ def _check_writes(
 
 
 def _line_of(n: fx.Node) -> str:
-    lines = (n.stack_trace or "").strip().splitlines()
-    return lines[-2].strip() if len(lines) > 1 else n.format_node() or n.name
+    return where_of(n) or n.format_node() or n.name
 
 
 def _operation(

@@ -67,6 +67,7 @@ class Call:
     """A call of a rewritten module.
 
     Attributes:
+        forward: Its forward, as it is captured.
         module: What is called.
         args: Positional arguments.
         kwargs: Keyword arguments.
@@ -74,6 +75,7 @@ class Call:
         is_planned: Whether one of them was planned in it, of which earlier ones knew nothing.
     """
 
+    forward: CompiledForward
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -165,8 +167,7 @@ class LaterGraphs:
         if (newcomer := self.newcomers.get(graph)) is not None:
             newcomer.sizes = [*map(max, newcomer.sizes, _sizes_in(values))]
             newcomer.is_lean |= self._has_no_room(call, newcomer)
-        module, call.is_planned = call.module, True
-        forward: CompiledForward = self.parts[0][0].traced.forward
+        forward, module, call.is_planned = call.forward, call.module, True
         name, given = type(module).__name__, self._given(call, values)
         try:
             traced = traced_graph(module, forward, graph, values, given)
@@ -286,7 +287,7 @@ class LaterGraphs:
 
     def _given(self, call: Call, values: list[Any]) -> list[Tensor]:
         """The tensors that come into a graph: the call's, or any that the module does not hold."""
-        if self.parts[0][0].traced.forward.is_whole:
+        if call.forward.is_whole:
             return tensors_in((call.args, call.kwargs))
         owned = {id(t) for t in (*call.module.parameters(), *call.module.buffers())}
         return [v for v in values if isinstance(v, Tensor) and id(v) not in owned]

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..capture.dynamo import CapturedGraph, CaptureError, CompiledForward
+from ..capture.capture_error import CaptureError
+from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
 from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
@@ -30,6 +31,9 @@ _REPLICATE = "_replicate_for_data_parallel"
 _GET_STATE = "__getstate__"
 _BOUND = ("forward", _REPLICATE, _GET_STATE)
 """What a rewritten module has instead of its class's."""
+
+_MOST_BREAKS = 2
+"""Calls in a row in which what was one graph breaks, before it is captured in pieces at once: trying takes time."""
 
 
 class _Rewritten:
@@ -58,6 +62,8 @@ class _Rewritten:
         self.serves_eval = serves_eval
         self.plan, self.parts, self.later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
         self.original = type(parts[0][0].traced.module).forward if parts else None
+        self._forward: CompiledForward | None = parts[0][0].traced.forward if parts else None
+        self._num_breaks = 0
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
@@ -67,13 +73,36 @@ class _Rewritten:
             self.programs[graph] = program if is_worth(part) or len(parts) == 1 else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's results, by the program of the graph that TorchDynamo's guards choose.
+        """The module's results, by the programs of the graphs that TorchDynamo's guards choose.
+
+        Where a forward that was one graph breaks now, what can be captured of it is planned piece by piece; where it
+        does so again and again it is not tried as one graph any more.
 
         Raises:
-            CaptureError: There is none, and nothing has run.
+            CaptureError: It is not captured any more, and nothing has run.
         """
-        forward: CompiledForward = self.parts[0][0].traced.forward
-        return forward.call(partial(self._run, Call(module, args, kwargs)), module, args, kwargs)
+        forward = cast(CompiledForward, self._forward)
+        try:
+            found = self._call(forward, module, args, kwargs)
+            self._num_breaks = 0
+            return found
+        except CaptureError as error:
+            if error.is_final or not forward.is_whole:
+                raise
+            warnings.warn(
+                f"{type(module).__name__} runs without rematerialization where it breaks now: {error}"
+                f"{f' ({error.where})' if error.where else ''}; what can be captured is planned piece by piece, and "
+                "the step may need more than its budget. Remedy: call rematerialize again in such a step",
+                stacklevel=4,
+            )
+        divided = forward_of(module, is_whole=False)
+        self._num_breaks += 1
+        if self._num_breaks == _MOST_BREAKS:
+            self._forward = divided
+        return self._call(divided, module, args, kwargs)
+
+    def _call(self, forward: CompiledForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self.later.parameters:
@@ -338,7 +367,7 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return state(self, args, kwargs)
         except CaptureError as error:
-            reason = f"it cannot be captured as one graph any more: {error}; call rematerialize again"
+            reason = f"it is not captured any more: {error}; call rematerialize again"
             if error.is_final:
                 restore(self)
     warnings.warn(f"{type(self).__name__} runs without rematerialization because {reason}", stacklevel=2)

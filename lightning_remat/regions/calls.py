@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, CaptureError, forward_of
+from ..capture.capture_error import CaptureError
+from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.ambient import Ambient

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..capture.dynamo import CapturedGraph, CaptureError, Run, forward_of, share_forwards
+from ..capture.capture_error import CaptureError
+from ..capture.dynamo import CapturedGraph, Run, forward_of, share_forwards
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory

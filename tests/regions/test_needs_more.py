@@ -160,6 +160,45 @@ def test_pieces_that_need_more_in_sum_are_told_of() -> None:
         step(ours, x, nullcontext)
 
 
+class Logs(nn.Module):
+    """One graph, until it is told to look at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Residual() for _ in range(8)), nn.Linear(WIDTH, 1)
+        self.is_verbose = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.is_verbose:
+                self.seen = x.mean().item()
+        return self.head(x).mean()
+
+
+@pytest.mark.slow
+def test_what_was_one_graph_and_breaks_later_is_planned_piece_by_piece() -> None:
+    torch.manual_seed(0)
+    x, ours = torch.randn(512, WIDTH), Logs()
+    plan = rematerialize(ours, x, memory_budget="60%")
+    assert (plan.rung, bool(plan.num_recomputed)) == ("traced", True)
+    plain = copy.deepcopy(ours)
+    restore(plain)
+    peaks: list[int] = []
+    for is_verbose, warns in ((True, True), (False, False), (True, True), (True, True), (True, False)):
+        plain.is_verbose = ours.is_verbose = is_verbose
+        breaks = r"Logs runs without rematerialization where it breaks now: .*values of a tensor \(.*test_needs_more.py"
+        step(plain, x, nullcontext)
+        told = pytest.warns(UserWarning, match=breaks) if warns else nullcontext()
+        with told, measure_peak(include=[ours, x]) as measured:
+            step(ours, x, nullcontext)
+        peaks.append(measured.peak_bytes)
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+        assert ours.is_verbose is False or ours.seen == plain.seen
+    assert all(peak <= plan.budget_bytes for peak in peaks[1:])  # in the first one its pieces are planned
+
+
 def restored(module: Talks) -> Talks:
     plain = copy.deepcopy(module)
     restore(plain)

@@ -81,6 +81,20 @@ class Twice(nn.Module):
         return x
 
 
+class Looks(nn.Module):
+    """Logs a value between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.seen = x.mean().item()
+        return x
+
+
 X = torch.randn(256, 16)
 
 
@@ -97,6 +111,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
         pytest.param(Aside, [f"blocks.{i}" for i in range(6)], "periodic", marks=pytest.mark.slow),
         (Nested, ["[0]", "[1]", "[2]"], "periodic"),
         (Twice, ["[0]", "[1]"], "periodic"),
+        (Looks, ["[0]", "[1]"], "periodic"),
     ],
 )
 def test_parts_share_the_budget_and_results_are_the_plain_ones(
@@ -111,6 +126,7 @@ def test_parts_share_the_budget_and_results_are_the_plain_ones(
     assert (plan.rung, plan.planner) == ("regions", planner)
     assert f"{kind.__name__}.forward cannot be captured as one graph" in plan.reasons[0]
     assert (kind is Aside) or "test_region_rewriter.py" in plan.reasons[0]  # where it breaks
+    assert "\n" not in plan.reasons[0]
     assert plan.step is not None
     assert list(plan.step.plans) == parts
     assert plan.num_recomputed > 0

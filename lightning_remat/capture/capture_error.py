@@ -1,0 +1,72 @@
+"""Why a forward is no single graph, and where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+# pyright: reportUnknownMemberType=false
+
+_RAISED = "Developer debug context: raised exception "
+
+
+class CaptureError(Exception):
+    """A forward is no single graph.
+
+    Attributes:
+        where: `file:line` of the user's code, where TorchDynamo tells.
+        is_final: Whether it has been captured so often that it will not be captured again.
+    """
+
+    def __init__(self, message: str, where: str | None, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.where, self.is_final = where, is_final
+
+
+def refuse_values(graph: fx.Graph) -> None:
+    """Refuses a graph in which a tensor's value becomes a number or a size: nobody knows it before the graph runs.
+
+    TorchDynamo breaks a forward there, unless it must be one graph.
+
+    Raises:
+        CaptureError: It is one.
+    """
+    for n in graph.nodes:
+        if free_unbacked_symbols(n.meta.get("example_value")):
+            raise CaptureError("what follows depends on the values of a tensor", where_of(n))
+
+
+def where_of(n: fx.Node) -> str | None:
+    """`file:line` of the user's code in which a node was captured."""
+    lines = re.findall(r'File "(.*)", line (\d+)', n.stack_trace or "")
+    return ":".join(lines[-1]) if lines else None
+
+
+def why(error: Exception, *, is_final: bool = False) -> CaptureError:
+    """What was raised while TorchDynamo captured, in a sentence."""
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, CaptureError):
+        return error.inner_exception
+    kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
+    return CaptureError(kind + _first_lines(error), _where(error), is_final=is_final)
+
+
+def _first_lines(error: BaseException) -> str:
+    """The sentence in which TorchDynamo says why; where it only met an error of the user's, that one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = next((line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)), None)
+    if raised is not None:
+        return f"it raises {raised}"
+    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
+    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
+
+
+def _where(error: BaseException) -> str | None:
+    stack = getattr(error, "real_stack", None)
+    for frame in reversed(stack or []):
+        if Path(frame.filename).parent != Path(__file__).parent:
+            return f"{frame.filename}:{frame.lineno}"
+    return None
