@@ -7,14 +7,15 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from remat_runs import Classifier, Images, run, seeded
+from remat_runs import Classifier, Images, Peaks, Reader, run, seeded
 from torch.utils.data import DataLoader
 
 import lightning_remat.batch_search.search as search
@@ -24,6 +25,9 @@ from lightning_remat.measure.device_memory import DeviceMemory
 
 EFFECTIVE_BATCH_SIZE = 240
 """Samples an optimizer step, of both ranks."""
+
+TEXTS_BYTES = 740_000
+"""The budget of texts, of which the longest needs a third more."""
 
 
 class Sharded(Classifier):
@@ -47,7 +51,26 @@ def main(folder: Path) -> None:
     fit(folder, "search", Rematerialization("periodic", margin=0.0))
     views = DDPStrategy(gradient_as_bucket_view=True)
     fit(folder, "views", Rematerialization("periodic", memory_budget="80%", batch_size="keep"), strategy=views)
+    fit_texts(folder)
     fit_resumed(folder)
+
+
+class Texts(Reader):
+    """Every rank has lengths of its own."""
+
+    def train_dataloader(self) -> Any:
+        self.lengths = self.lengths[trainer_rank() :: 2]
+        return super().train_dataloader()
+
+
+def fit_texts(folder: Path) -> None:
+    """Batches of which now one rank has a larger one, now the other: planned anew by both."""
+    options: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": 1, "max_steps": -1}
+    factory = partial(Texts, 20, 16, 16, 20, 60, 20, 20, 70, 33, 24, 24, 80)
+    fit(folder, "plain-texts", factory=factory, **options)
+    logger, callback = Peaks(), Rematerialization("periodic", memory_budget=TEXTS_BYTES, batch_size="keep")
+    fit(folder, "texts", callback, factory=factory, logger=logger, **options)
+    (folder / f"peaks-{trainer_rank()}.json").write_text(json.dumps(logger.peaks))
 
 
 def fit_resumed(folder: Path) -> None:
@@ -71,12 +94,13 @@ def fit(
     kind: str,
     callback: Rematerialization | None = None,
     *,
+    factory: Callable[[], Any] | None = None,
     batch_size: int = 8,
     fit_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
     """Trains, and writes what this rank saw."""
-    module = seeded(Sharded, batch_size=batch_size)
+    module = seeded(Sharded, batch_size=batch_size) if factory is None else seeded(factory)
     callbacks = [] if callback is None else [callback]
     options = {"strategy": "ddp", "devices": 2, **options}
     trainer = run(folder, module, *callbacks, fit=fit_options, **options)
@@ -106,7 +130,7 @@ def fit(
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    values = torch.cat([t.detach().flatten().double() for t in tensors])
+    values = torch.cat([torch.zeros(0), *(t.detach().flatten().double() for t in tensors)])
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 

@@ -75,6 +75,33 @@ class Unlimited(Classifier):
         return DataLoader(Images(2000), batch_size=self.batch_size, shuffle=True)
 
 
+def texts() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(8)]
+    return nn.Sequential(nn.Embedding(30, 24), *blocks, nn.Linear(24, 30))
+
+
+class Reader(Classifier):
+    """Texts of these lengths, four of one length in a batch."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(texts())
+        self.lengths = lengths
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return functional.cross_entropy(self.net(batch).transpose(1, 2), batch)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randint(30, (length,), generator=generator) for length in self.lengths for _ in range(4)]
+        return DataLoader(data, 4)  # pyright: ignore
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # so that all steps hold gradients
+
+
 def run(
     root: Path, module: LightningModule, *callbacks: Callback, fit: dict[str, Any] | None = None, **options: Any
 ) -> Trainer:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from diary import Diary
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from remat_runs import Peaks
 from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -79,13 +80,12 @@ def fit(
             data_parallel_size=2 // tensor_parallel_size, tensor_parallel_size=tensor_parallel_size
         ),
         callbacks=[] if callback is None else [callback],
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=2,
         max_epochs=4,
-        **{"gradient_clip_val": 0.5, **options},
+        **{"gradient_clip_val": 0.5, "logger": False, **options},
     )
     torch.manual_seed(11 + trainer.global_rank)
     trainer.fit(module, ckpt_path=resumed)
@@ -166,6 +166,30 @@ def gathers_as_planned_in_trainer(folder: Path) -> None:
         assert_same(outcomes["plain"], outcomes[name])
         assert len(counts[name]) == len(counts["plain"]) == 5
         assert all(a < b for a, b in zip(counts[name], counts["plain"], strict=True)), counts
+
+
+class Growing(Sharded):
+    """Of the third step on, the batches of the second process have as many samples more."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = torch.randn(16 * SAMPLES, FEATURES, generator=torch.Generator().manual_seed(3))
+        sizes = [SAMPLES, SAMPLES, *[SAMPLES * (1 + self.global_rank)] * 6]
+        sampler: Any = [list(range(size)) for size in sizes]
+        return DataLoader(TensorDataset(samples), batch_sampler=sampler)
+
+
+def grows_in_trainer(folder: Path) -> None:
+    """What only one process's batch is too large for is planned anew by both, and the budget kept."""
+    logger, options = Peaks(), {"max_steps": 4, "use_distributed_sampler": False}
+    plain = fit(folder, "grown-plain", None, Growing, **options)
+    callback = Rematerialization("periodic", memory_budget="90%", batch_size="keep", report_dir=folder)
+    assert_same(plain, fit(folder, "grown", callback, Growing, logger=logger, log_every_n_steps=1, **options))
+    assert callback.result is not None
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, (str(callback.result.step.plans), callback.result.budget_bytes))
+    assert found[0] == found[1]
+    assert callback.result.batch_size == 2 * SAMPLES
+    assert max(logger.peaks) <= callback.result.budget_bytes
 
 
 class TensorParallel(Sharded):
@@ -302,6 +326,7 @@ FITS: dict[str, Callable[[Path], None]] = {
     "in_trainer_nested": partial(in_trainer, Nested),
     "gathers_as_planned_in_trainer": gathers_as_planned_in_trainer,
     "finds_a_size": finds_a_size,
+    "grows_in_trainer": grows_in_trainer,
     "all_run_out": all_run_out,
     "tensor_parallel_in_trainer": tensor_parallel_in_trainer,
 }

@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..budget import Budget
-from ..devices import HOST
+from ..devices import device_of
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved, record_values
 from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
-from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, storage_bytes
+from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, owned_tensors
 from ..regions.gathering import gathering_of
 from ..regions.look_through import NoCallError, look_through
 from ..reports.report import draw_plots, write_report
@@ -144,7 +145,7 @@ class PlainTrial:
         self.num_devices = dist.get_world_size() if has_units(module) else 1
         self._batch = self.batch_size, batch
         self._put_back_batches = [record_values(tensors_in(batch))]
-        self.device: torch.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.device = device_of(module.parameters())
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -212,8 +213,8 @@ class PlainTrial:
         with self.undone(), ExitStack() as stack:
             batch = self.batch_of(batch_size)
             if self.within is not None:
-                held = storage_bytes([*tensors_in(batch), *optimizer_tensors(self.optimizers)])
-                stack.enter_context(enforced(self.device, self.within, held + alive_bytes(self.module, HOST)))
+                held = storage_bytes(self._held(batch))
+                stack.enter_context(enforced(self.device, self.within, held))
             for i in range(STEPS_PER_TRIAL):
                 alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
                 with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
@@ -233,7 +234,11 @@ class PlainTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.module, self.device)
+        return alive_bytes(self.device, self._held(self.batch))
+
+    def _held(self, batch: Any) -> list[Tensor]:
+        """What of a budget is taken before a step."""
+        return [*owned_tensors(self.module), *optimizer_tensors(self.optimizers), *tensors_in(batch)]
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Epochs are the caller's."""

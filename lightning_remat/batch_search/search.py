@@ -19,10 +19,10 @@ from ..execution.modified import retried
 from ..execution.rewriter import num_profiled
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..measure.tensor_bytes import storage_bytes
 from ..plans.plan import StepPlan
 from ..plans.planner import plan
 from ..plans.reserved import Reservation
-from ..regions.footprint import storage_bytes
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 # pyright: reportUnknownMemberType=false
+
+_SIZED: Any = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What has sizes, or is one, that may not be known."""
 
 _RAISED = "Developer debug context: raised exception "
 
@@ -36,7 +42,8 @@ def refuse_values(graph: fx.Graph) -> None:
         CaptureError: It is one.
     """
     for n in graph.nodes:
-        if free_unbacked_symbols(n.meta.get("example_value")):
+        values = tree_leaves(n.meta.get("example_value"))
+        if any(free_unbacked_symbols(v) for v in values if isinstance(v, _SIZED)):
             raise CaptureError("what follows depends on the values of a tensor", where_of(n))
 
 

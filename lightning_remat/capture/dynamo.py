@@ -191,6 +191,10 @@ class CompiledForward:
             key = are_guarded, hook_guards.hooks_of_all_modules()
             compiled = self._compiled.get(key)
             if compiled is None:
+                if len(self._compiled) == _MOST_GRAPHS:
+                    self.is_exhausted = True
+                    reason = f"the hooks of all modules have been others {_MOST_GRAPHS} times"
+                    raise CaptureError(reason, None, is_final=True)
                 compiled = self._compiled[key] = self._entry(are_hooks_guarded=are_guarded)
             return compiled(module, *args, **kwargs)
         except FailOnRecompileLimitHit as error:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import traced_graph
+from ..devices import HOST
 from ..lowering import lower_kept
 from ..profiling.profiler import profile_call
 from ..schedules.graph import Graph, Node, fields_in
@@ -78,12 +79,16 @@ def rerun_prices() -> RerunPrices:
     once, with their norms, which have tapes, and without: what differs from the first, by how many runs, stretches,
     tapes and saved tensors, tells the prices.
     """
-    values = [torch.ones(_WIDTH, _WIDTH, requires_grad=True)]
-    values += [torch.ones(shape, requires_grad=True) for _ in range(_BLOCKS) for shape in _PARAMETERS]
+    with _undisturbed():
+        return _measured()
+
+
+def _measured() -> RerunPrices:
+    shapes = [(_WIDTH, _WIDTH), *_PARAMETERS * _BLOCKS]
+    values = [torch.ones(shape, dtype=torch.float32, device=HOST, requires_grad=True) for shape in shapes]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_transformer()), values, values)
     assert traced is not None
-    with _one_thread():
-        graph = profile_call(traced, values, values, repeats=5)
+    graph = profile_call(traced, values, values, repeats=5)
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
@@ -92,10 +97,9 @@ def rerun_prices() -> RerunPrices:
     again = [[], [start + _PROJECTION for start in starts], [start + _ACTIVATION for start in starts], untaped, at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
-    with _one_thread():
-        for program in programs * 2:
-            _seconds(program, values)  # what is learned in a first run, and in one in which something rests
-        rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
+    for program in programs * 2:
+        _seconds(program, values)  # what is learned in a first run, and in one in which something rests
+    rounds = [[_seconds(program, values) for program in programs] for _ in range(_ROUNDS)]
     # The fastest of each, as of the operations themselves: differences within a round scatter twice as much.
     fastest = [min(seconds) for seconds in zip(*rounds, strict=True)]
     more = [seconds - fastest[0] for seconds in fastest[1:]]
@@ -106,15 +110,17 @@ def rerun_prices() -> RerunPrices:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
-    """Tiny tensors on one thread: several wait for one another, seconds long where other processes want the cores.
+def _undisturbed() -> Generator[None]:
+    """Under none of the settings of the first that asks, as the prices serve all, and on one thread.
 
-    OpenMP and MKL have such a number for each thread of Python; only one that begins meanwhile would take this one.
+    Of tiny tensors several wait for one another, seconds long where other processes want the cores. OpenMP and MKL have
+    such a number for each thread of Python; only one that begins meanwhile would take this one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with HOST, torch.autocast(HOST.type, enabled=False), torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -95,6 +95,8 @@ def control_group_limits(
 ) -> list[tuple[int, int]]:
     """(limit, use) in bytes of every control group above the process that limits memory, of version 2 or 1.
 
+    Files that were read and are kept in case they are read again, as data sets are, count as free.
+
     Args:
         root: Where the control groups are mounted.
         groups: Names the groups of the process, one hierarchy a line.
@@ -103,9 +105,10 @@ def control_group_limits(
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, limit_name, use_name = root, "memory.max", "memory.current"
+            mount, limit_name, use_name, idle_name = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             mount, limit_name, use_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle_name = "total_inactive_file"
         else:
             continue
         group = mount / path.lstrip("/")
@@ -115,5 +118,12 @@ def control_group_limits(
             if folder.is_relative_to(mount) and limit_file.exists() and use_file.exists():
                 limit = limit_file.read_text().strip()
                 if limit.isdigit() and int(limit) < _UNLIMITED:
-                    found.append((int(limit), int(use_file.read_text())))
+                    found.append((int(limit), max(0, int(use_file.read_text()) - _idle_bytes(folder, idle_name))))
     return found
+
+
+def _idle_bytes(folder: Path, name: str) -> int:
+    """What a control group uses for content of files that nobody reads now, which goes where memory is wanted."""
+    file = folder / "memory.stat"
+    figures = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(figures.get(name, 0))

@@ -63,6 +63,7 @@ class StepClock:
 
     def meter(self, alive: Sequence[Any]) -> None:
         """Meters memory until the next reading, operation by operation; a device's allocator always does."""
+        self.close()  # of a step that was skipped
         if self.meters_steps:
             self._peak = self._stack.enter_context(measure_peak(self.device, alive, with_scratch=self._with_scratch))
 

@@ -94,22 +94,20 @@ class Recomputing:
 
     def __enter__(self) -> None:
         """Sets what differs."""
+        if self._settings is not None:
+            self._settings.__enter__()  # first, as it may fail
         _local.depth += 1
         self._was_enabled = torch.is_grad_enabled()
         if not self._was_enabled:
             set_grad_enabled(True)
-        if self._settings is not None:
-            self._settings.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Puts it back."""
-        try:
-            if self._settings is not None:
-                self._settings.__exit__(*error)
-        finally:
-            if not self._was_enabled:
-                set_grad_enabled(False)
-            _local.depth -= 1
+        if not self._was_enabled:
+            set_grad_enabled(False)
+        _local.depth -= 1
+        if self._settings is not None:
+            self._settings.__exit__(*error)
 
 
 @contextmanager

@@ -248,7 +248,7 @@ class Recorder:
     def _add_array(self, values: np.ndarray[Any, Any]) -> None:
         if values.dtype == object:
             self._add_all(values.flat)
-        if self.with_tensors and values.flags.writeable:
+        if self.with_tensors and values.flags.writeable and not isinstance(values, np.memmap):  # a file
             before = values.copy()
             self.undo.append(lambda: np.copyto(values, before))
 

@@ -13,13 +13,9 @@ from ..devices import allocated_bytes, counts_memory
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth, tensor_storage
 from ..measure.stopwatch import Stopwatch
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.nesting import tensors_in
 from .calls import Call, View
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of the tensors, each counted once."""
-    return sum(_storages(tensors).values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -27,11 +23,11 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s._cdata: s.nbytes() for s in storages if s is not None}  # pyright: ignore[reportPrivateUsage]
 
 
-def alive_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes alive on the device: what its allocator counts, on the CPU the module's parameters and buffers."""
+def alive_bytes(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Bytes alive on the device: what its allocator counts, on the CPU those of these tensors, fake ones left out."""
     if counts_memory(device):
         return allocated_bytes(device)
-    return storage_bytes([*module.parameters(), *module.buffers()])
+    return storage_bytes(t for t in tensors if not isinstance(t, FakeTensor))
 
 
 def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

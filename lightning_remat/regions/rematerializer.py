@@ -22,6 +22,7 @@ from ..execution.rewriter import Rewriting, compile_programs, install, programs_
 from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.nesting import tensors_in
 from ..module_state.random_state import preserved_random
 from ..module_state.refusals import reason_against
@@ -32,6 +33,7 @@ from ..plans.plan import Plan
 from ..plans.planner import planner_of
 from ..schedules.schedule import Schedule
 from .fit import check_fit
+from .footprint import owned_tensors
 from .rewriter import rewrite_regions
 from .search import is_exchanged
 from .self_check import find_difference
@@ -84,7 +86,7 @@ def rematerialize(
         module: In training mode.
         *args: Example inputs, real or fake tensors.
         memory_budget: The true peak in bytes; an int, `"8GiB"`, a fraction of the device's memory, or `"50%"` of the
-            plain step's peak. None stands for what the device has free.
+            plain step's peak. None stands for what the device has free, beside what is the module's already.
         planner: A name of `PLANNERS` or a function.
         plan: A plan made earlier for this module and inputs of these types and sizes, which is installed without
             profiling.
@@ -251,10 +253,11 @@ def _budget(
     device = device_of(tensors)
     is_fake = any(isinstance(t, FakeTensor) for t in tensors)
     free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)
+    held = storage_bytes(t for t in [*owned_tensors(module), *tensors] if not isinstance(t, FakeTensor))
 
     def in_bytes(plain_peak_bytes: int) -> int:
         if budget is None:
-            return free
+            return free + held
         return parse_budget(budget, plain_peak_bytes=plain_peak_bytes, device_bytes=total)
 
     return in_bytes

@@ -222,11 +222,11 @@ def _fitted(
         around = around.corrected(excess)
         step = step.corrected(excess)
         budget = least(step.plain_peak_bytes)
+        step = replace(step, budget_bytes=budget)
         if measured <= budget:
             is_improved = good is not None
             good = replace(
                 step.as_plan(name, time.perf_counter() - start),
-                budget_bytes=budget,
                 rung="regions",
                 reasons=parts.reasons,
             )

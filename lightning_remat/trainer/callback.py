@@ -224,23 +224,23 @@ class Rematerialization(Callback):
         self._undo.callback(lambda: uninstall(modules))
         if settings.compile_stretches:
             compile_programs(modules, StretchCompiler())
-        self.result, self._state = result, to_state(result, mark)
+        self._adopt(mark, result)
         self._undo_size.pop_all()
         if trainer.is_global_zero:
             print_tables(result)
             if settings.plan_path is not None:
-                write_state(Path(settings.plan_path), self._state)
+                write_state(Path(settings.plan_path), to_state(result, mark))
         tell_of_buckets(trainer)
         self._report(trainer)
         self._start_clock(trainer, batch)
-        if trainer.world_size == 1:  # ranks have batches of their own, and plan together
-            larger = LargerSteps(trainer, settings, result, modules, batch, self._leave_alone)
-            self._undo.callback(before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger)))
+        larger = LargerSteps(trainer, settings, result, modules, batch, self._leave_alone)
+        self._undo.callback(larger.close)
+        self._undo.callback(before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger)))
         if settings.on_oom == "replan":
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
             else:
-                retry = StepRetry(trainer, settings, result, modules)
+                retry = StepRetry(trainer, settings, result, modules, partial(self._adopt, mark))
                 self._undo.callback(wrap_steps(trainer, retry))
                 self._undo.callback(wrap_validation(trainer, retry.validated))
 
@@ -251,8 +251,14 @@ class Rematerialization(Callback):
         self._clock.close()
         result = larger.plan(batch, batch_idx)
         if result is not None:
-            self.result, self._state = result, to_state(result, mark)
-        self._start_clock(trainer, batch)
+            self._adopt(mark, result)
+        if self._left_alone_because is None:
+            self._start_clock(trainer, batch)
+        else:
+            self.result = self._state = self._clock = None
+
+    def _adopt(self, mark: str, result: Result) -> None:
+        self.result, self._state = result, to_state(result, mark)
 
     def _start_clock(self, trainer: Trainer, batch: Any) -> None:
         """Counts from this step on, whose batch is given."""
@@ -287,6 +293,7 @@ class Rematerialization(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock anew, where a learning rate was looked for meanwhile."""
         if self._clock is not None:
+            self._clock.close()
             self._clock = StepClock(self._clock.device, with_scratch=self.settings.counts_scratch)
             self._clock.start()
 
@@ -325,7 +332,7 @@ class Rematerialization(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets the clock run on."""
-        if self._clock is not None and trainer.training:
+        if self._clock is not None:
             self._clock.start()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

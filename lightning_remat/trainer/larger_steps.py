@@ -21,11 +21,12 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import Rewriting, compile_programs
 from ..measure.out_of_memory import is_out_of_memory
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.nesting import tensors_in
-from ..regions.footprint import storage_bytes
 from ..regions.look_through import NoCallError
 from ..reports.result import Result
 from .lightning_step import LightningTrial, StepFailedError
+from .ranks import Agreement
 from .step_check import passes_check
 
 _MOST_PLANS = 8
@@ -80,7 +81,7 @@ class _Weights:
 
 
 class LargerSteps:
-    """Plans a step anew before a batch with which the plan may exceed the budget, on one device.
+    """Plans a step anew before a batch with which the plan may exceed the budget.
 
     Where texts, sounds, images or graphs are of several sizes, batches are. That of the first step was planned for; the
     plan serves for all for which the step cannot need more than the budget, as it grows at most with the square of what
@@ -88,8 +89,10 @@ class LargerSteps:
     above the budget it gets that, and a warning tells. No step is planned anew for a smaller one. So is the first step
     in which more is trained than before: layers that are no longer frozen, that are new, or of a larger type.
 
+    With several devices all plan as soon as one of them has to; every rank makes and closes this list.
+
     Args:
-        trainer: On one device.
+        trainer: Whose step was planned.
         settings: Of the callback.
         result: The plan for the first batch.
         modules: The rewritten submodules, which this list goes on to hold.
@@ -115,17 +118,20 @@ class LargerSteps:
         module = trainer.lightning_module
         self._held_bytes = storage_bytes([*module.parameters(), *module.buffers()])
         self._note_weights()
-        self._known = [(_Sizes.of(batch), _peak_of(result))]
+        self._ranks = Agreement(trainer)
+        self._known = [(sizes, _peak_of(result)) for sizes in self._ranks.all(_Sizes.of(batch))]
         self._num_plans = 0
         self._is_over = False
 
+    def close(self) -> None:
+        """Ends the agreement of the ranks."""
+        self._ranks.close()
+
     def is_too_large(self, batch: Any, batch_idx: int) -> bool:
-        """Whether a step of this batch may exceed the budget by the present plan."""
-        if self._is_over:
-            return False
-        if self._has_grown(batch_idx):
-            return True
-        sizes = _Sizes.of(batch)
+        """Whether a step of this batch may exceed the budget by the present plan, on any device."""
+        return not self._is_over and self._ranks.any(self._has_grown(batch_idx) or self._may_exceed(_Sizes.of(batch)))
+
+    def _may_exceed(self, sizes: _Sizes) -> bool:
         return all(self._exceeds(sizes.over(known), peak) for known, peak in self._known)
 
     def _note_weights(self) -> None:
@@ -172,8 +178,9 @@ class LargerSteps:
             is_exact = passes_check(trial, self.settings, result, modules, self._leave_alone)
         except Exception as error:
             before.put_back()
-            if not (isinstance(error, StepFailedError | TraceError | NoCallError) or is_out_of_memory(error)):
-                raise
+            is_told_by_all = isinstance(error, StepFailedError | TraceError | NoCallError)
+            if not (is_told_by_all or (is_out_of_memory(error) and self.trainer.world_size == 1)):
+                raise  # with several devices others may wait for this one
             self._is_over = True
             rank_zero_warn(
                 f"Rematerialization cannot plan anew {why}, and the step may exceed the budget: "
@@ -195,7 +202,7 @@ class LargerSteps:
             if isinstance(self.settings.memory_budget, str):
                 self.budget_bytes = result.budget_bytes
                 self.settings = replace(self.settings, memory_budget=self.budget_bytes)
-        self._known.append((_Sizes.of(batch), _peak_of(result)))
+        self._known += [(sizes, _peak_of(result)) for sizes in self._ranks.all(_Sizes.of(batch))]
         rank_zero_info(
             f"Rematerialization plans anew {why}: {format_bytes(_peak_of(result))}, recompute overhead "
             f"{result.recompute_overhead:.1%}"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
@@ -23,6 +23,7 @@ from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
+from ..measure.tensor_bytes import storage_bytes
 from ..module_state.agreement import together
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved, record_values
@@ -36,7 +37,6 @@ from ..regions.footprint import (
     optimizer_tensors,
     outside_bytes,
     owned_tensors,
-    storage_bytes,
 )
 from ..regions.gathering import gathering_of
 from ..regions.look_through import look_through
@@ -89,7 +89,7 @@ class LightningTrial:
         loaders: Those that training has; where other batch sizes are in question.
 
     Attributes:
-        batch_size: Samples in the batch.
+        batch_size: Samples in the batch; with several devices, in that of the rank that has most to do, which plans.
         differentiates: Whether the step was seen to ask for derivatives of its own.
         validation: The validation step that is tried between training steps; None for none.
         within: See `Trial`.
@@ -116,7 +116,10 @@ class LightningTrial:
         self.num_devices = trainer.world_size
         self.has_batch_dimension = has_batch_dimension(batch)
         self._told = common_batch_size(loaders or training_loaders(trainer))
-        self.batch_size = batch_size_of(batch, self._told) if self.has_batch_dimension else 1
+        own_size = batch_size_of(batch, self._told) if self.has_batch_dimension else 1
+        elements = ranks.gathered(trainer, sum(t.numel() for t in tensors_in(batch)))
+        self._planning_rank = elements.index(max(elements))
+        self.batch_size = ranks.gathered(trainer, own_size)[self._planning_rank]
         num_samples = num_samples_in(loaders) if loaders else None
         self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
         self.differentiates = False
@@ -138,7 +141,7 @@ class LightningTrial:
                     put_back()
 
     def batch_of(self, batch_size: int) -> Any:
-        """The batch, repeated or cut to that size, on the device."""
+        """The batch as it is for that of the trial, else repeated or cut to that size, on the device."""
         if self._batch is None or self._batch[0] != batch_size:
             self._forget_batch()  # one at a time
             batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size, self._told)
@@ -244,7 +247,7 @@ class LightningTrial:
         with self.undone():
             self._forget_batch()
             empty_cache(self.device)
-            held = self._held_bytes(self.batch_of(batch_size))
+            held = storage_bytes(self._held(self.batch_of(batch_size)))
             limited = nullcontext() if self.within is None else enforced(self.device, self.within, held)
             with _told_apart(lambda error: is_out_of_memory(error) or is_too_small_for_batch_norm(error)), limited:
                 return self._measured(batch_size, with_scratch)
@@ -277,10 +280,10 @@ class LightningTrial:
         alive = [*optimizer_tensors(self.trainer.strategy.optimizers), *tensors_in(batch)]
         return measure_peak(self.device, [self.module, *alive], with_scratch=with_scratch)
 
-    def _held_bytes(self, batch: Any) -> int:
+    def _held(self, batch: Any) -> list[Tensor]:
         """What of a budget is taken before a step."""
         states = optimizer_tensors(self.trainer.strategy.optimizers)
-        return storage_bytes([*owned_tensors(self.module), *states, *tensors_in(batch)])
+        return [*owned_tensors(self.module), *states, *tensors_in(batch)]
 
     def _unseen_bytes(self) -> int:
         """The buckets of DDP, of which no operation tells; an allocator counts them."""
@@ -295,7 +298,7 @@ class LightningTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.module, self.device) + self._unseen_bytes()
+        return alive_bytes(self.device, self._held(self.batch)) + self._unseen_bytes()
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
@@ -305,8 +308,8 @@ class LightningTrial:
         return any(n is not None and kept and -(-n // self.num_devices) % batch_size == 1 for n, kept in counts)
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on rank 0, on every rank; its error likewise."""
-        return ranks.share(self.trainer, compute)
+        """What `compute` returns on the rank that plans, on every rank; its error likewise."""
+        return ranks.share(self.trainer, compute, self._planning_rank)
 
     def least(self, value: int) -> int:
         """The least of the ranks' values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -43,13 +44,22 @@ class StepRetry:
         settings: Of the callback.
         result: The plan in force.
         modules: The rewritten submodules.
+        adopt: Is told of the tighter plan.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, result: Result, modules: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        result: Result,
+        modules: list[nn.Module],
+        adopt: Callable[[Result], None],
+    ) -> None:
         self.trainer, self.settings, self.result, self.modules = trainer, settings, result, modules
+        self._adopt = adopt
         self.has_retried = False
 
-    def __call__(self, step: Callable[[], Any], batch: Any, is_accumulating: bool) -> Any:
+    def __call__(self, step: Callable[[], Any], batch: Any, batch_idx: int, is_accumulating: bool) -> Any:
         """The step's result, of the second attempt if the first ran out of memory."""
         if self.has_retried:
             return step()
@@ -58,7 +68,7 @@ class StepRetry:
             return made
         self.has_retried = True
         try:
-            plan = self._replan(batch)
+            plan = self._replan(batch, batch_idx)
         except ValueError as error:  # no tighter plan: the first error stands
             first.add_note(f"No tighter plan for this batch: {error}")
             raise first from None
@@ -66,6 +76,7 @@ class StepRetry:
             f"a training step ran out of memory and is run again by a tighter plan: {format_bytes(plan.budget_bytes)}, "
             f"recompute overhead {plan.recompute_overhead:.1%} (was {self.result.recompute_overhead:.1%}): {first}"
         )
+        self._adopt(replace(self.result, step=plan, budget_bytes=plan.budget_bytes, measured_peak_bytes=None))
         return step()
 
     def validated(self, step: Callable[[], Any]) -> Any:
@@ -101,9 +112,9 @@ class StepRetry:
         empty_cache(self.trainer.strategy.root_device)
         return None, first
 
-    def _replan(self, batch: Any) -> StepPlan:
+    def _replan(self, batch: Any, batch_idx: int) -> StepPlan:
         uninstall(self.modules)
-        trial = LightningTrial(self.trainer, self.settings, batch)
+        trial = LightningTrial(self.trainer, self.settings, batch, batch_idx)
         model = model_step(trial, [trial.batch_size], with_scratch=self.settings.counts_scratch)
         known = self.result.step.surroundings.correction_bytes
         model = model.corrected(max(0, known), trial.batch_size)

@@ -300,8 +300,8 @@ def _overridden(holder: Any, name: str, make: Callable[[Callable[..., Any]], Cal
     return partial(vars(holder).pop, name, None)
 
 
-def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], Any]) -> Undo:
-    """Runs every forward-and-backward of automatic optimization as `wrap(step, batch, is_accumulating)`.
+def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, int, bool], Any]) -> Undo:
+    """Runs every forward-and-backward of automatic optimization as `wrap(step, batch, batch_idx, is_accumulating)`.
 
     Returns:
         What undoes it.
@@ -312,7 +312,7 @@ def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, bool], 
             closure: Any = original(kwargs, optimizer, batch_idx)
             step = closure.closure
             is_accumulating = batch_idx % trainer.accumulate_grad_batches != 0
-            closure.closure = lambda: wrap(step, next(iter(kwargs.values())), is_accumulating)
+            closure.closure = lambda: wrap(step, next(iter(kwargs.values())), batch_idx, is_accumulating)
             return closure
 
         return make_closure

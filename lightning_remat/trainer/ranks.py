@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from ..module_state.agreement import told_by_first
@@ -13,17 +15,56 @@ from ..module_state.agreement import told_by_first
 T = TypeVar("T")
 
 
-def share(trainer: Trainer, compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank; its error likewise."""
+def share(trainer: Trainer, compute: Callable[[], T], rank: int = 0) -> T:
+    """What `compute` returns on one rank, on every rank; its error likewise."""
     if trainer.world_size == 1:
         return compute()
-    return told_by_first(compute, trainer.strategy.broadcast, is_first=trainer.is_global_zero)
+    broadcast = partial(trainer.strategy.broadcast, src=rank)
+    return told_by_first(compute, broadcast, is_first=trainer.global_rank == rank)
 
 
 def least(trainer: Trainer, value: int) -> int:
     """The least of the ranks' values."""
+    return min(gathered(trainer, value))
+
+
+def gathered(trainer: Trainer, value: int) -> list[int]:
+    """The values of all ranks, in their order."""
     if trainer.world_size == 1:
-        return value
+        return [value]
     own = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
     values: Any = trainer.strategy.all_gather(own)
-    return int(values.min())
+    return values.tolist()
+
+
+class Agreement:
+    """Lets ranks decide together in every step, without waiting for what their devices have to do.
+
+    All make it together.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        # Of a device's own group, numbers come after all work that the device has been given.
+        self._group: Any = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+
+    def any(self, value: bool) -> bool:
+        """Whether any rank says so."""
+        if self._group is None:
+            return value
+        told = torch.tensor(value, dtype=torch.uint8)
+        dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
+        return bool(told)
+
+    def all(self, value: T) -> list[T]:
+        """What each rank says, in their order."""
+        if self._group is None:
+            return [value]
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        cast(Any, dist).all_gather_object(told, value, self._group)
+        return told
+
+    def close(self) -> None:
+        """Lets go of the connections."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

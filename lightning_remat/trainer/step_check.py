@@ -114,8 +114,7 @@ def _sizes(trial: LightningTrial, settings: Settings, result: Result) -> list[in
     """The slices of the batch to compare steps on, and all of it in case that none will do; those that fit."""
     whole, unit = trial.batch_size, settings.multiple_of
     slices = [-(-size // unit) * unit for size in SLICES] if trial.has_batch_dimension else []
-    least = trial.least(whole)
-    return [size for size in (*slices, whole) if size == whole or size < least if _fits(trial, result, size)]
+    return [size for size in (*(s for s in slices if s < whole), whole) if _fits(trial, result, size)]
 
 
 def _fits(trial: LightningTrial, result: Result, size: int) -> bool:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from training_steps import assert_equal_traces, step_peak, traces
 
 from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import InfeasibleBudgetError, rematerialize, restore
+from lightning_remat.capture import dynamo
 from lightning_remat.capture.tracer import trace
 from lightning_remat.profiling.profiler import profile
 
@@ -161,6 +163,25 @@ def test_hooks_that_come_later_and_go() -> None:
     assert_same(steps(module, seen), steps(twin, seen))
     late = [m[6].register_full_backward_hook(lambda _m, g, _o: (g[0] * 2,)) for m in (module, twin)]
     assert_same(steps(module, seen), steps(twin, seen))
+
+
+@pytest.mark.slow
+def test_hooks_of_all_modules_that_are_others_in_each_step_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_MOST_GRAPHS", 3)
+    module, calls = layers(), list[Any]()
+    rematerialize(module, X, memory_budget="80%", planner="periodic")
+
+    def step() -> None:
+        handle = register_module_forward_hook(lambda *_: calls.append(None))  # pyright: ignore
+        with handle:
+            module(X).sum().backward()
+
+    for _ in range(2):
+        step()
+    with pytest.warns(UserWarning, match="hooks of all modules have been others 3 times"):
+        step()
+    assert "forward" not in vars(module)
+    assert len(calls) == 3 * len([*module.modules()])
 
 
 class HooksTensor(nn.Module):

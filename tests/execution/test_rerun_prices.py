@@ -19,6 +19,19 @@ def test_recomputations_and_their_stretches_cost_something() -> None:
     assert rerun_prices() is prices, "measured once"
 
 
+@pytest.mark.slow
+def test_settings_of_the_first_that_asks_are_not_in_them() -> None:
+    rerun_prices.cache_clear()
+    try:
+        torch.set_default_device("meta")
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.autocast("cpu", torch.bfloat16):
+            prices = rerun_prices()
+    finally:
+        torch.set_default_device(None)
+        rerun_prices.cache_clear()
+    assert sum(prices) > 0
+
+
 def test_a_plan_knows_them() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")

@@ -39,6 +39,16 @@ def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
     assert control_group_limits(root, groups) == [(2 * GIB, GIB)]
 
 
+def test_files_that_were_read_leave_memory_free(tmp_path: Path) -> None:
+    root, groups = tmp_path / "cgroup", tmp_path / "self"
+    groups.write_text("0::/job\n4:memory:/job\n")
+    cached = f"anon 7\ninactive_file {GIB // 2}\ntotal_inactive_file {GIB // 4}"
+    write(root / "job", {"memory.max": 2 * GIB, "memory.current": GIB, "memory.stat": cached})
+    limits = {"memory.limit_in_bytes": 4 * GIB, "memory.usage_in_bytes": GIB, "memory.stat": cached}
+    write(root / "memory/job", limits)
+    assert control_group_limits(root, groups) == [(2 * GIB, GIB // 2), (4 * GIB, 3 * GIB // 4)]
+
+
 def test_version_1(tmp_path: Path) -> None:
     root, groups = tmp_path / "cgroup", tmp_path / "self"
     groups.write_text("5:cpu:/a\n4:memory:/a\n0::/\n")

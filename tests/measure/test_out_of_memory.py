@@ -123,6 +123,38 @@ def test_replanned_step_gives_the_results_of_one_that_did_not_fail(tmp_path: Pat
     assert all(torch.equal(module.metrics[k], v) for k, v in expected.metrics.items())
 
 
+class Alternating(FailingInBackward):
+    """Every second batch goes through another network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(12)))
+        self.rewritten: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 == 0:
+            return super().training_step(batch, batch_idx)
+        self.rewritten.append("_rematerialization" in vars(self.other))
+        return self.other(torch.randn(512, 64)).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+def test_the_step_that_ran_out_of_memory_is_the_one_that_is_planned(tmp_path: Path) -> None:
+    FailingInBackward.failures.add(3)
+    budget = 3 << 20
+    callback = Rematerialization("periodic", memory_budget=budget, batch_size="keep", on_oom="replan")
+    module = seeded(Alternating)
+    with pytest.warns(UserWarning, match="is run again by a tighter plan"):
+        run(tmp_path, module, callback, max_steps=4)
+    FailingInBackward.failures.read()
+    assert module.rewritten[-1], "what the batch goes through runs plain"
+    assert callback.result is not None
+    assert callback.result.budget_bytes < budget
+    assert callback.result.step.keys == ("other",)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")

@@ -78,6 +78,14 @@ def test_sizes_are_put_back(is_fake: bool) -> None:
         assert is_fake or total.tolist() == [0, 0]
 
 
+def test_mapped_files_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.memmap, "copy", lambda _: pytest.fail("a copy of a file"))
+    module = Stateful()
+    module.samples = np.memmap(tmp_path / "samples", mode="w+", shape=(4,))
+    with preserved([module]):
+        module.disturb()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back(fails: bool) -> None:
     module = Stateful()

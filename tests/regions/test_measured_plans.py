@@ -22,7 +22,7 @@ from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import Plan, rematerialize, restore
 from lightning_remat.execution.rewriter import current_plan
 from lightning_remat.measure.device_memory import DeviceMemory
-from lightning_remat.regions import step_run, whole
+from lightning_remat.regions import rematerializer, step_run, whole
 
 X = torch.randn(256, 32)
 
@@ -371,3 +371,13 @@ def test_a_plan_on_fake_tensors_is_a_prediction_and_says_so(caplog: pytest.LogCa
         plan = rematerialized(module, x, budget=1 << 30)
     assert plan.correction_bytes == 0
     assert "the peak is predicted, no step was run to measure it; what kernels" in caplog.text
+
+
+def test_without_a_budget_what_is_free_is_planned_for_beside_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(6)))
+    x = torch.randn(128, 256)
+    needed = rematerialize(module, x, memory_budget="100%", planner="periodic").peak_bytes
+    module(x).sum().backward()  # gradients are held, too
+    owned = sum(2 * p.nbytes for p in module.parameters()) + x.nbytes
+    monkeypatch.setattr(rematerializer, "device_memory", lambda _: DeviceMemory(needed - owned, 1 << 40))
+    assert rematerialize(module, x, planner="periodic").budget_bytes == needed

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_run import EFFECTIVE_BATCH_SIZE
+from ddp_run import EFFECTIVE_BATCH_SIZE, TEXTS_BYTES
 from script_runs import ENVIRONMENT, FOLDER
 
 
@@ -26,6 +26,9 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     check_buckets(planned[0], seen(tmp_path, "views")[0])
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
+    for a, b in zip(seen(tmp_path, "plain-texts"), seen(tmp_path, "texts"), strict=True):
+        assert {name: b[name] for name in a} == a, "texts"
+    check_texts(tmp_path)
     check_accumulation(*seen(tmp_path, "effective"))
     for kind in ("effective", "resumed"):
         for a, b in zip(seen(tmp_path, f"plain-{kind}"), seen(tmp_path, kind), strict=True):
@@ -56,6 +59,15 @@ def check_buckets(twice: dict[str, Any], once: dict[str, Any]) -> None:
     assert once["num_recomputed"] > 0
     for found in (twice, once):
         assert abs(found["correction_bytes"]) < 0.02 * found["measured_peak_bytes"], found
+
+
+def check_texts(folder: Path) -> None:
+    """What only one rank's batch is too large for is planned anew by both, and the budget kept."""
+    plans = [found["schedule"] for found in seen(folder, "texts")]
+    assert plans[0] == plans[1]
+    assert all(found["num_recomputed"] for found in seen(folder, "texts"))
+    peaks = [json.loads((folder / f"peaks-{rank}.json").read_text()) for rank in (0, 1)]
+    assert all(len(own) == 6 and max(own) <= TEXTS_BYTES for own in peaks), peaks
 
 
 def check_accumulation(first: dict[str, Any], second: dict[str, Any]) -> None:

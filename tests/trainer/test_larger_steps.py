@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from remat_runs import Classifier, Peaks, run, seeded
+from remat_runs import Classifier, Peaks, Reader, run, seeded
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader
 
 import lightning_remat.trainer.larger_steps as module_under_test
 from lightning_remat import Rematerialization
@@ -22,33 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
 ]
-
-
-def texts() -> nn.Sequential:
-    blocks = [nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(8)]
-    return nn.Sequential(nn.Embedding(30, 24), *blocks, nn.Linear(24, 30))
-
-
-class Reader(Classifier):
-    """Texts of these lengths, four of one length in a batch."""
-
-    def __init__(self, *lengths: int) -> None:
-        super().__init__(texts())
-        self.lengths = lengths
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.steps += 1
-        return functional.cross_entropy(self.net(batch).transpose(1, 2), batch)
-
-    def train_dataloader(self) -> Any:
-        generator = torch.Generator().manual_seed(1)
-        data = [torch.randint(30, (length,), generator=generator) for length in self.lengths for _ in range(4)]
-        return DataLoader(data, 4)  # pyright: ignore
-
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()  # so that all steps hold gradients
 
 
 def trained(
