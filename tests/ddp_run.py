@@ -43,9 +43,10 @@ def main(folder: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     fit(folder, "plain")
     fit(folder, "keep", Rematerialization("periodic", memory_budget="80%", batch_size="keep"))
-    parameters, buffers = list(seeded(Sharded).parameters()), list(seeded(Sharded).buffers())
-    # With the buckets that DDP makes of the gradients, before anything is planned.
-    alive = sum(t.untyped_storage().nbytes() for t in [*parameters, *parameters, *buffers])
+    module = seeded(Sharded)
+    parameters, rest = list(module.parameters()), [*module.buffers(), *next(iter(module.train_dataloader()))]
+    # With the buckets that DDP makes of the gradients, and the first batch, before anything is planned.
+    alive = sum(t.untyped_storage().nbytes() for t in [*parameters, *parameters, *rest])
     # The ranks do not have the same memory: rank 1 has less.
     search.device_memory = lambda device: DeviceMemory((48, 16)[trainer_rank()] * 2**20 - alive, 2**30)
     fit(folder, "search", Rematerialization("periodic", margin=0.0))

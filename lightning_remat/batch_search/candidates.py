@@ -56,6 +56,7 @@ class CandidateSearch:
         steps: Batch size → its plan, where one fits.
         error: The last one of the planner.
         pool: Schedules made at a profiled size, replayed at others.
+        plain_steps: Batch size → the step without recomputation, where it was executed, its prediction corrected.
     """
 
     present_size: int
@@ -71,10 +72,12 @@ class CandidateSearch:
     steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
     error: InfeasibleBudgetError | None = None
     pool: SchedulePool | None = None
+    plain_steps: dict[int, StepPlan] = field(default_factory=dict[int, StepPlan])
 
     def plain_peak(self, size: int) -> int:
-        """Predicted peak of the step without recomputation."""
-        return self.model.plain_timeline(size).peak_bytes
+        """Peak of the step without recomputation, predicted or measured."""
+        known = self.plain_steps.get(size)
+        return self.model.plain_timeline(size).peak_bytes if known is None else known.predicted_peak_bytes
 
     def budget(self, size: int) -> int:
         """The budget of the step in bytes; a percentage is of the plain step as the loader has it."""
@@ -97,6 +100,8 @@ class CandidateSearch:
         around, plain = self.model.surroundings_at(size), self.model.plain_timeline(size)
         plain_rate = size / max(sum(plain.seconds) + around.seconds, 1e-12)
         budget = self.planned_for(size)
+        if size in self.plain_steps and self.plain_peak(size) <= budget:
+            return self._record(size, self.plain_steps[size], self.plain_peak(size), plain_rate)
         step = None if plain.peak_bytes <= budget else self._pooled(size)
         needed: int | None = None
         if step is None and not ask_planner and plain.peak_bytes > budget and self.pool is not None:
@@ -150,6 +155,12 @@ class CandidateSearch:
             return search.choose().step.predicted_peak_bytes
         except InfeasibleBudgetError as error:
             return error.sufficient_bytes
+
+    def leanest(self) -> Choice:
+        """The smallest size at hardly more than the lowest peak of its step; the search itself is not changed."""
+        search = replace(self)
+        search.settle_for_lowest(self.lowest_peak())
+        return search.choose()
 
     def settle_for_lowest(self, peak_bytes: int) -> None:
         """From here on the only candidate is the smallest size, at hardly more than the lowest peak of its step."""

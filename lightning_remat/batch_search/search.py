@@ -5,28 +5,23 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import nn
 
-from ..budget import format_bytes
-from ..devices import counts_memory, empty_cache
+from ..budget import ALL_BYTES, format_bytes
+from ..devices import counts_memory
 from ..errors import InfeasibleBudgetError
-from ..execution.modified import retried
-from ..execution.rewriter import num_profiled
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
-from ..measure.tensor_bytes import storage_bytes
-from ..plans.plan import StepPlan
 from ..plans.planner import plan
-from ..plans.reserved import Reservation
 from ..reports.plots import load_plotting
 from ..reports.result import Result
 from ..schedules.floor import find_floor
 from .candidates import CandidateSearch, Choice
+from .executed import excess_of, execute, reservation, reserved_bytes
 from .settings import Settings
 from .trial import (
     STEPS_PER_TRIAL,
@@ -43,7 +38,7 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 8
 """Real training steps that a search runs at most; the last two only where others ran out of memory or exceeded.
 
-Where graphs that no plan knows turn up in them, as many again.
+Where graphs that no plan knows turn up in them, as many again; where nothing seems to fit, four before.
 """
 
 _MOST_REPLAYS = 4
@@ -59,14 +54,6 @@ _NEARLY = 0.99
 
 _NOTICEABLY = 0.98
 """Of a floor, below which another is worth a second search."""
-
-
-class _Executed(NamedTuple):
-    """The rewritten modules, and the most that any rank measured: None, of none, if one ran out of memory."""
-
-    modules: list[nn.Module]
-    measured: int | None
-    num_steps: int
 
 
 def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Result, list[nn.Module]]:
@@ -96,16 +83,19 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             break
         try:
             choice = first_choice(trial, search, may_grow=not number) if good is None else trial.share(search.choose)
-        except InfeasibleBudgetError:
-            if good is None:
+        except InfeasibleBudgetError as error:
+            if good is not None:
+                break
+            if num_steps or lowest or error.minimum_bytes <= (error.budget_bytes or 0):
                 raise
-            break
+            num_steps += _measure_before_refusing(trial, search)
+            choice = trial.share(search.choose)
         choice = _reserved(trial, search, choice)
         size, step = choice.batch_size, choice.step
         if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
             break
         try:
-            modules, measured, num_more = _execute(trial, choice, settings)
+            modules, measured, num_more = execute(trial, choice, settings)
         except ValueError as error:
             if not is_too_small_for_batch_norm(error) or size == search.sizes[-1]:
                 raise
@@ -122,12 +112,12 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         executed[size] = measured
         if max(measured, step.predicted_peak_bytes) > step.surroundings.optimizer_step_bytes:
             # The optimizer's step is no more than predicted, so the peak lies before it, in forward and backward.
-            search.correct(_excess(trial, settings, step, measured), size)
+            search.correct(excess_of(trial, settings, step, measured), size)
         if measured <= choice.budget_bytes or lowest:
             trials = tuple(replace(c, measured_peak_bytes=executed.get(c.batch_size)) for c in choice.candidates)
             budget = max(measured, choice.budget_bytes)
             plain = search.plain_peak(size)
-            kept = _reserved_bytes(trial, step) if counts_memory(trial.device) else None
+            kept = reserved_bytes(trial, step) if counts_memory(trial.device) else None
             found = Result(size, budget, step, measured, plain, trials, num_steps, choice.reason, kept)
             is_tight = ran_out and measured < _NEARLY * choice.budget_bytes
             leaves_room = is_tight or measured < _NEARLY * step.predicted_peak_bytes
@@ -150,6 +140,30 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
         f"{needed}: raise memory_budget",
         minimum_bytes=math.inf if measured is None else measured,
     )
+
+
+def _measure_before_refusing(trial: Trial, search: CandidateSearch) -> int:
+    """Executes the plain step and the leanest one, and corrects what is predicted by them; how many steps were run.
+
+    What the code between the regions takes for a moment no profile tells, and of what it saves none when it goes.
+    """
+    free, size = search.free_bytes, search.sizes[0]
+    plain = trial.share(lambda: search.model.plan(size, ALL_BYTES, "keep_all"))
+    choices = [] if plain.predicted_peak_bytes > free else [Choice(size, "", plain, free, ())]
+    choices.append(trial.share(search.leanest)._replace(budget_bytes=free))
+    num_steps = 0
+    for choice in choices:
+        modules, measured, num_more = execute(trial, choice, search.settings)
+        uninstall(modules)
+        num_steps += num_more
+        if measured is None:
+            continue
+        excess = excess_of(trial, search.settings, choice.step, measured)
+        if choice.step is plain:
+            search.plain_steps[size] = plain.corrected(excess)
+        elif measured > choice.step.surroundings.optimizer_step_bytes:
+            search.correct(excess, size)
+    return num_steps
 
 
 def _prepared(trial: Trial, settings: Settings, *, lowest: bool) -> CandidateSearch:
@@ -211,7 +225,7 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
         return choice
     for _ in range(_MOST_REPLAYS):
         step = choice.step
-        needed = -trial.least(-_reservation(trial, step).needed_bytes)
+        needed = -trial.least(-reservation(trial, step).needed_bytes)
         if needed <= choice.budget_bytes:
             break
         gaps = needed - step.predicted_peak_bytes
@@ -224,23 +238,6 @@ def _reserved(trial: Trial, search: CandidateSearch, choice: Choice) -> Choice:
     return choice
 
 
-def _reservation(trial: Trial, step: StepPlan) -> Reservation:
-    held = (*trial.module.parameters(), *trial.module.buffers())
-    return Reservation.of(step, tuple(storage_bytes([t]) for t in held))
-
-
-def _reserved_bytes(trial: Trial, step: StepPlan) -> int:
-    return _reservation(trial, step).within().most_reserved_bytes
-
-
-def _excess(trial: Trial, settings: Settings, step: StepPlan, measured: int) -> int:
-    """What was measured beyond what is predicted: on a device it has gaps in it, which are predicted by themselves."""
-    predicted = most = max(step.timeline.memory_bytes)
-    if settings.counts_scratch and counts_memory(trial.device):
-        most = max(predicted, _reserved_bytes(trial, step))
-    return max(measured - most, min(0, measured - predicted))
-
-
 def _has_lower_floor(model: StepModel, size: int) -> bool:
     """Whether a region out of place may go noticeably lower than in place."""
     graphs, apart = model.graphs_at(size), model.apart_at(size)
@@ -250,51 +247,6 @@ def _has_lower_floor(model: StepModel, size: int) -> bool:
 def _free_bytes(trial: Trial) -> int:
     """What every rank has for the step now, what is alive of it already included."""
     return trial.least(device_memory(trial.device).free_bytes + trial.alive_bytes())
-
-
-def _execute(trial: Trial, choice: Choice, settings: Settings) -> _Executed:
-    """Rewrites the modules and runs steps; once more where graphs that were new in the first were profiled in them.
-
-    Where all counts that the device must have, it may take no more than the budget meanwhile.
-    """
-    size, modules = choice.batch_size, list[nn.Module]()
-
-    def measure() -> int:
-        if not modules:
-            modules.extend(install(trial, size, choice.step, settings.planner))
-        return retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
-
-    trial.within = choice.budget_bytes if settings.counts_scratch else None
-    num_steps = STEPS_PER_TRIAL
-    try:
-        measured = _most(trial, measure)
-        if measured is not None and trial.least(-num_profiled(modules)):
-            measured = _most(trial, measure)
-            num_steps += STEPS_PER_TRIAL
-    except BaseException:
-        uninstall(modules)
-        raise
-    finally:
-        trial.within = None
-    if measured is not None:
-        return _Executed(modules, measured, num_steps)
-    uninstall(modules)
-    gc.collect()
-    empty_cache(trial.device)
-    return _Executed([], None, num_steps)
-
-
-def _most(trial: Trial, measure: Callable[[], int]) -> int | None:
-    """The most that any rank measures; None, of none, if one runs out of memory."""
-    measured: int | None = None
-    try:
-        measured = measure()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    if trial.least(int(measured is not None)) and measured is not None:
-        return -trial.least(-measured)
-    return None
 
 
 def _warm_up(model: StepModel, settings: Settings) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..devices import counts_memory, most_bytes, start_counting, synchronize
-from .allocated_growth import Peak
-from .meter import measure_peak
+from .allocated_growth import Peak, can_listen, listened
+from .meter import tensor_storage
+from .resident_memory import ResidentGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class StepClock:
     """Counts steps and samples between readings; stands still during validation.
 
     Attributes:
-        meters_steps: Whether memory has to be looked at operation by operation, step by step.
+        meters_steps: Whether memory has to be listened to, step by step.
     """
 
     def __init__(self, device: torch.device, *, with_scratch: bool = False) -> None:
@@ -45,13 +46,15 @@ class StepClock:
         self._num_steps = self._num_samples = 0
         self._stack = ExitStack()
         self._peak: Peak | None = None
+        self._resident: ResidentGrowth | None = None
+        self._most_bytes = 0
         self.meters_steps = not counts_memory(device)
-        if not self.meters_steps:
-            start_counting(device)
 
     def start(self) -> None:
         """Runs on, if it stood still."""
         if not self._is_running:
+            if not self.meters_steps:
+                start_counting(self.device)
             self._started, self._is_running = time.perf_counter(), True
 
     def stop(self) -> None:
@@ -60,12 +63,22 @@ class StepClock:
             synchronize(self.device)
             self._elapsed += time.perf_counter() - self._started
             self._is_running = False
+            if not self.meters_steps:
+                self._most_bytes = max(self._most_bytes, most_bytes(self.device))
 
-    def meter(self, alive: Sequence[Any]) -> None:
-        """Meters memory until the next reading, operation by operation; a device's allocator always does."""
-        self.close()  # of a step that was skipped
-        if self.meters_steps:
-            self._peak = self._stack.enter_context(measure_peak(self.device, alive, with_scratch=self._with_scratch))
+    def meter(self, alive: Iterable[Tensor]) -> None:
+        """Meters memory until `close`, where no profiler listens to it; a device's allocator always does.
+
+        Args:
+            alive: What is held at the start.
+        """
+        if not (self.meters_steps and can_listen()):
+            return
+        self.close()
+        storages = {id(s): s for s in map(tensor_storage, alive) if s is not None}
+        self._peak = self._stack.enter_context(listened(storages.values()))
+        if self._with_scratch:
+            self._resident = ResidentGrowth()
 
     def count(self, num_samples: int) -> None:
         """One more step."""
@@ -82,8 +95,7 @@ class StepClock:
             peak_bytes = self._peak.peak_bytes if self._peak is not None else None
             self._peak = None
         else:
-            peak_bytes = most_bytes(self.device)
-            start_counting(self.device)
+            peak_bytes, self._most_bytes = self._most_bytes, 0
         seconds = max(self._elapsed, 1e-9)
         reading = Reading(seconds / self._num_steps, self._num_samples / seconds, peak_bytes)
         self._elapsed, self._num_steps, self._num_samples = 0.0, 0, 0
@@ -93,3 +105,6 @@ class StepClock:
     def close(self) -> None:
         """Ends a metering, on errors too."""
         self._stack.close()
+        if self._peak is not None and self._resident is not None:
+            self._peak.peak_bytes = max(self._peak.peak_bytes, self._peak.start_bytes + self._resident.finish())
+            self._resident = None

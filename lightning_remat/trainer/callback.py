@@ -5,21 +5,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
 from ..batch_search.trial import install, uninstall
+from ..budget import format_bytes
 from ..devices import empty_cache
 from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import compile_programs
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
 from ..module_state.nesting import tensors_in
-from ..regions.footprint import optimizer_tensors
+from ..regions.footprint import optimizer_tensors, owned_tensors
 from ..reports.report import draw_plots, out_of_memory_note, print_tables, write_report
 from ..reports.result import Result
 from . import ranks
@@ -44,10 +46,13 @@ from .private_api import (
     wrap_validation,
 )
 from .rehearsal import rehearsed
-from .resume import fingerprint, result_in_file, resumed_result, to_state, write_state
+from .resume import fingerprint, stored_result, to_state, write_state
 from .setup import accumulate, check_searchable, check_supported, log_batch_size, move_before_tuners, set_batch_size
 from .signature import taking
 from .step_check import passes_check
+
+_NOTICEABLY = 1.02
+"""Times the budget, above which a user is told that a step needed more."""
 
 _LOGGED = ("batch_size", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "recompute_overhead")
 
@@ -127,6 +132,7 @@ class Rematerialization(Callback):
         self._left_alone_because: str | None = None  # told once the first step has been trained
         self._clock: StepClock | None = None
         self._readings: list[Reading] = []
+        self._has_told_of_excess = False
 
     # --- before training -------------------------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class Rematerialization(Callback):
         settings, tap = self.settings, self._tap
         assert tap is not None, "no setup"
         mark = fingerprint(trainer, settings)
-        known = ranks.share(trainer, lambda: self._stored(mark))  # a file, or a device, may be rank 0's only
+        known = ranks.share(trainer, lambda: stored_result(settings, self._state, mark))  # files may be rank 0's only
         if settings.batch_size == "auto":
             if known is None:
                 known = self._search(trainer, tap)
@@ -175,7 +181,9 @@ class Rematerialization(Callback):
         elif settings.batch_size != "keep":
             self._set_batch_size(trainer, settings.batch_size)  # of what was made since `setup`, too
             log_batch_size(trainer, settings.batch_size, settings)
-        self._undo.callback(before_first_step(trainer, partial(self._prepare, trainer, mark, known)))
+        self._undo.callback(
+            before_first_step(trainer, partial(self._prepare, trainer, mark, known), self._end_metering)
+        )
 
     def _search(self, trainer: Trainer, tap: LoaderTap) -> Result | None:
         """What was found before training begins; None where the plain model is trained."""
@@ -232,10 +240,13 @@ class Rematerialization(Callback):
                 write_state(Path(settings.plan_path), to_state(result, mark))
         tell_of_buckets(trainer)
         self._report(trainer)
-        self._start_clock(trainer, batch)
+        self._start_clock(trainer)
+        self._meter(trainer, batch)
         larger = LargerSteps(trainer, settings, result, modules, batch, self._leave_alone)
         self._undo.callback(larger.close)
-        self._undo.callback(before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger)))
+        self._undo.callback(
+            before_steps(trainer, partial(self._prepare_larger, trainer, mark, larger), self._end_metering)
+        )
         if settings.on_oom == "replan":
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
@@ -247,64 +258,45 @@ class Rematerialization(Callback):
     def _prepare_larger(self, trainer: Trainer, mark: str, larger: LargerSteps, batch: Any, batch_idx: int) -> None:
         """Plans anew where the plan is not known to keep the budget with this batch."""
         if self._clock is None or not larger.is_too_large(batch, batch_idx):
+            self._meter(trainer, batch)
             return
-        self._clock.close()
         result = larger.plan(batch, batch_idx)
         if result is not None:
             self._adopt(mark, result)
         if self._left_alone_because is None:
-            self._start_clock(trainer, batch)
+            self._start_clock(trainer)
+            self._meter(trainer, batch)
         else:
             self.result = self._state = self._clock = None
 
     def _adopt(self, mark: str, result: Result) -> None:
         self.result, self._state = result, to_state(result, mark)
 
-    def _start_clock(self, trainer: Trainer, batch: Any) -> None:
-        """Counts from this step on, whose batch is given."""
+    def _start_clock(self, trainer: Trainer) -> None:
+        """Counts from this step on."""
         self._clock = StepClock(trainer.strategy.root_device, with_scratch=self.settings.counts_scratch)
         self._clock.start()
-        self._meter(trainer, batch)
 
     def _leave_alone(self, why: str) -> None:
         self._left_alone_because = why
-
-    def _stored(self, mark: str) -> Result | None:
-        """The result of a resumed run or of `plan_path`, if it was made for this model, device and settings."""
-        if self._state is not None and self.settings.resume:
-            result = resumed_result(self._state, mark)
-            if result is not None:
-                rank_zero_info(f"Rematerialization resumes with batch size {result.batch_size} and the stored plan")
-                return result
-            rank_zero_info(
-                "Rematerialization plans anew: the stored plan was made for another model, device or setting"
-            )
-        path = self.settings.plan_path
-        if path is not None and Path(path).exists():
-            result = result_in_file(Path(path), mark)
-            if result is not None:
-                rank_zero_info(f"Rematerialization uses the plan of {path}")
-                return result
-            rank_zero_warn(f"the plan of {path} was made for another model, device or setting and is made anew")
-        return None
 
     # --- during training -------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock anew, where a learning rate was looked for meanwhile."""
         if self._clock is not None:
-            self._clock.close()
-            self._clock = StepClock(self._clock.device, with_scratch=self.settings.counts_scratch)
-            self._clock.start()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Meters the memory of a step that will be logged."""
-        self._meter(trainer, batch)
+            self._start_clock(trainer)
 
     def _meter(self, trainer: Trainer, batch: Any) -> None:
-        if self._clock is not None and self._clock.meters_steps and should_log(trainer):
-            optimizers = optimizer_tensors(trainer.strategy.optimizers)
-            self._clock.meter([trainer.lightning_module, *optimizers, *tensors_in(batch)])
+        """Meters the memory of a step that will be logged; not where PyTorch's profiler may want to begin in it."""
+        profiles = isinstance(cast(Any, trainer).profiler, PyTorchProfiler)
+        if self._clock is not None and should_log(trainer) and not profiles:
+            states = optimizer_tensors(trainer.strategy.optimizers)
+            self._clock.meter([*owned_tensors(trainer.lightning_module), *states, *tensors_in(batch)])
+
+    def _end_metering(self) -> None:
+        if self._clock is not None:
+            self._clock.close()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -346,6 +338,13 @@ class Rematerialization(Callback):
         if reading is None or result is None:
             return
         self._readings.append(reading)
+        if not self._has_told_of_excess and (reading.peak_bytes or 0) > _NOTICEABLY * result.budget_bytes:
+            self._has_told_of_excess = True
+            rank_zero_warn(
+                f"a training step needed {format_bytes(reading.peak_bytes or 0)}, more than the budget of "
+                f"{format_bytes(result.budget_bytes)}: it did more than the step that was planned (second derivatives, "
+                "layers that were left out then). Remedy: begin with a step that does all, or lower memory_budget"
+            )
         metrics: dict[str, float] = {f"remat/{name}": getattr(result, name) for name in _LOGGED}
         metrics["remat/step_seconds"] = reading.step_seconds
         metrics["remat/samples_per_second"] = reading.samples_per_second * trainer.world_size

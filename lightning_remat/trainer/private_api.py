@@ -262,8 +262,8 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
 
 
-def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Undo:
-    """Calls `prepare(batch, batch_idx)` once: right before the first training step, after all hooks that precede it.
+def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None], then: Undo) -> Undo:
+    """Calls `prepare(batch, batch_idx)` right before the first training step, after all that precedes it, `then` after.
 
     Returns:
         What undoes it.
@@ -274,18 +274,21 @@ def before_first_step(trainer: Trainer, prepare: Callable[[Any, int], None]) -> 
         undo.close()
         prepare(batch, batch_idx)
 
-    undo.callback(before_steps(trainer, prepare_once))
+    undo.callback(before_steps(trainer, prepare_once, then))
     return undo.close
 
 
-def before_steps(trainer: Trainer, prepare: Callable[[Any, int], None]) -> Undo:
-    """Calls `prepare(batch, batch_idx)` right before each training step; returns what undoes it."""
+def before_steps(trainer: Trainer, prepare: Callable[[Any, int], None], then: Undo) -> Undo:
+    """Calls `prepare(batch, batch_idx)` right before each training step, `then` right after; returns what undoes it."""
     epoch_loop, undo = trainer.fit_loop.epoch_loop, ExitStack()
 
     def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            prepare(next(iter(args[-1].values())), epoch_loop.batch_idx)
-            return original(*args)
+            try:
+                prepare(next(iter(args[-1].values())), epoch_loop.batch_idx)
+                return original(*args)
+            finally:
+                then()
 
         return run
 
@@ -301,11 +304,7 @@ def _overridden(holder: Any, name: str, make: Callable[[Callable[..., Any]], Cal
 
 
 def wrap_steps(trainer: Trainer, wrap: Callable[[Callable[[], Any], Any, int, bool], Any]) -> Undo:
-    """Runs every forward-and-backward of automatic optimization as `wrap(step, batch, batch_idx, is_accumulating)`.
-
-    Returns:
-        What undoes it.
-    """
+    """Runs each forward-and-backward as `wrap(step, batch, batch_idx, is_accumulating)`; returns what undoes it."""
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:

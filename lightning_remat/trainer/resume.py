@@ -13,6 +13,7 @@ from uuid import uuid4
 import lightning
 import torch
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..batch_search.settings import Planner, Settings
 from ..devices import device_name
@@ -97,6 +98,24 @@ def result_in_file(path: Path, mark: str) -> Result | None:
             raise TypeError("it names no model")
     except ValueError as error:
         raise ValueError(f"plan_path names {path}, but {error}. Remedy: delete it, or name another file") from error
+
+
+def stored_result(settings: Settings, state: dict[str, Any] | None, mark: str) -> Result | None:
+    """The result of a resumed run, whose state this is, or of `plan_path`, if it was made for the same."""
+    if state is not None and settings.resume:
+        result = resumed_result(state, mark)
+        if result is not None:
+            rank_zero_info(f"Rematerialization resumes with batch size {result.batch_size} and the stored plan")
+            return result
+        rank_zero_info("Rematerialization plans anew: the stored plan was made for another model, device or setting")
+    path = settings.plan_path
+    if path is not None and Path(path).exists():
+        result = result_in_file(Path(path), mark)
+        if result is not None:
+            rank_zero_info(f"Rematerialization uses the plan of {path}")
+            return result
+        rank_zero_warn(f"the plan of {path} was made for another model, device or setting and is made anew")
+    return None
 
 
 def resumed_result(state: dict[str, Any], mark: str) -> Result | None:

@@ -1,4 +1,4 @@
-"""The clock runs while steps are trained and at no other time, and meters one step at a time."""
+"""The clock runs while steps are trained and at no other time, and meters them as they are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule
-from remat_runs import Classifier, Images, run, seeded
-from same_runs import remat
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+import torch
+from lightning.pytorch import LightningModule
+from remat_runs import Classifier, Images, Peaks, run, seeded
+from same_runs import WIDTH, assert_same_run, deep, remat, samples
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_remat.measure.meter import StorageMeter
 from lightning_remat.measure.step_clock import StepClock
 
 pytestmark = [
@@ -50,21 +50,29 @@ def test_it_stands_still_in_validation_alone(tmp_path: Path, monkeypatch: pytest
         assert is_running or event != "count", events
 
 
-class Skipping(Callback):
-    """Ends the first epoch before its third step, and looks at who meters in the second."""
+class Projects(LightningModule):
+    """Computes what PyTorch computes otherwise under a mode that sees operations."""
 
     def __init__(self) -> None:
-        self.most = 0
+        super().__init__()
+        self.net = deep()
+        self.head = nn.Linear(WIDTH, 9)
+        self.register_buffer("camera", torch.randn(1, 3, 3))
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 2 and trainer.current_epoch == 0 else None
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.head(self.net(batch[0])).view(-1, 3, 3)
+        return (y @ self.camera).square().mean() + y.sigmoid().prod(-1).mean()
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        meters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StorageMeter)]
-        self.most = max(self.most, len(meters))
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=64)
 
 
-def test_a_step_that_is_skipped_is_not_metered_on(tmp_path: Path) -> None:
-    skipping = Skipping()
-    run(tmp_path, seeded(), remat(self_check=False), skipping, max_steps=-1, max_epochs=2)
-    assert skipping.most == 1
+def test_a_metered_step_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
+    peaks = Peaks()
+    callback = assert_same_run(tmp_path, Projects, max_steps=4, logger=peaks)
+    assert callback.result is not None
+    assert len(peaks.peaks) == 4
+    assert max(peaks.peaks) == pytest.approx(callback.result.measured_peak_bytes, rel=0.02)
