@@ -33,7 +33,7 @@ from ..operations.saved_tensors import (
 )
 from .attended import Attended
 from .instructions import Do
-from .modified import modified
+from .modified import modified, note_change
 from .places import TAPE, Place
 from .program import Kinds, Program, Step
 from .stretches import Again, LetGo, Part
@@ -368,7 +368,7 @@ class Execution:
             value = values[slot]
             if isinstance(value, Tensor) and slot not in copies and value._version != self.versions[slot]:
                 if not value.requires_grad:
-                    self.program.copied.add((n, slot))
+                    note_change(self.program, n, slot)
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
                 raise modified(what, self.versions[slot], value)

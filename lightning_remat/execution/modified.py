@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 T = TypeVar("T")
+
+_changed: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
+"""Captured graph → names of operations, and places of what they read outside that changed before their backward."""
 
 _MOST_RETRIES = 8
 """Buffers that are found, one by one, to change between a forward and its backward."""
@@ -25,6 +29,19 @@ def retried(run: Callable[[], T]) -> T:
         except ModifiedError:
             continue
     return run()
+
+
+def note_change(program: Any, n: int, slot: int) -> None:
+    """Operation n reads what changes before its backward: its value is copied from now on, by other plans, too."""
+    program.copied.add((n, slot))
+    _changed.setdefault(program.traced.captured, set()).add((program.steps[n].operation.name, slot))
+
+
+def known_changes(program: Any) -> set[tuple[int, int]]:
+    """What is known of the graph of a program, by other programs: operations and places."""
+    known = _changed.get(program.traced.captured, set[tuple[str, int]]())
+    steps: list[Any] = list(program.steps if known else ())
+    return {(n, slot) for n, step in enumerate(steps) for slot in step.external if (step.operation.name, slot) in known}
 
 
 def modified(what: str, version: int, tensor: Tensor) -> ModifiedError:

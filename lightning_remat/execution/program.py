@@ -28,6 +28,7 @@ from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .instructions import Do, Instruction, Order, constants_after, hooked_operations, instructions_of
+from .modified import known_changes
 from .places import Places
 from .resting import Rests
 from .stretches import Part, Stretches, indifferent_operations, needs_gradients
@@ -202,6 +203,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     """
     program = _compiled(traced, schedule, graph, Rests(), [])
     program.variants.append(program)
+    program.copied.update(known_changes(program))
     return program
 
 

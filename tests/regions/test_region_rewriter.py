@@ -305,3 +305,32 @@ def test_blocks_that_a_loop_calls_are_found_below_their_container() -> None:
     assert plan.step is not None
     assert plan.step.keys == tuple(f"deep.inner.{k}" for k in range(6))
     assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
+
+
+class Queue(nn.Module):
+    """Contrasts with a copy of what it writes behind a break, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.register_buffer("queue", torch.randn(16, 128))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.net(x)
+        logits = keys @ self.queue.clone().detach()
+        at = int(self.at)
+        self.queue[:, at : at + len(x)] = keys.detach().T
+        self.at[0] = (at + len(x)) % 128
+        return logits.square().mean()
+
+
+@pytest.mark.slow
+def test_a_copy_of_what_a_later_graph_writes_is_computed_again_from_what_was_there() -> None:
+    plain = build(Queue)
+    ours = copy.deepcopy(plain)
+    x = torch.randn(64, 32)
+    plan = rematerialize(ours, x, memory_budget="95%")
+    assert (plan.rung, bool(plan.num_recomputed)) == ("regions", True)
+    assert_equal_traces(traces(plain, [x] * 3), traces(ours, [x] * 3))
+    assert torch.equal(plain.get_buffer("queue"), ours.get_buffer("queue"))
