@@ -261,6 +261,7 @@ class Rematerialization(Callback):
             self._meter(trainer, batch)
             return
         result = larger.plan(batch, batch_idx)
+        self._has_told_of_excess |= larger.is_over
         if result is not None:
             self._adopt(mark, result)
         if self._left_alone_because is None:

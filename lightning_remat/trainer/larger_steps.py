@@ -98,6 +98,9 @@ class LargerSteps:
         modules: The rewritten submodules, which this list goes on to hold.
         batch: The first one.
         leave_alone: Is told why the plain model is trained from now on.
+
+    Attributes:
+        is_over: Whether nothing is planned anew any more, of which a warning has told.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class LargerSteps:
         self._ranks = Agreement(trainer)
         self._known = [(sizes, _peak_of(result)) for sizes in self._ranks.all(_Sizes.of(batch))]
         self._num_plans = 0
-        self._is_over = False
+        self.is_over = False
 
     def close(self) -> None:
         """Ends the agreement of the ranks."""
@@ -129,7 +132,7 @@ class LargerSteps:
 
     def is_too_large(self, batch: Any, batch_idx: int) -> bool:
         """Whether a step of this batch may exceed the budget by the present plan, on any device."""
-        return not self._is_over and self._ranks.any(self._has_grown(batch_idx) or self._may_exceed(_Sizes.of(batch)))
+        return not self.is_over and self._ranks.any(self._has_grown(batch_idx) or self._may_exceed(_Sizes.of(batch)))
 
     def _may_exceed(self, sizes: _Sizes) -> bool:
         return all(self._exceeds(sizes.over(known), peak) for known, peak in self._known)
@@ -158,7 +161,7 @@ class LargerSteps:
     def plan(self, batch: Any, batch_idx: int) -> Result | None:
         """The plan for this batch, which is in force now; None where it stays as it was, or the plain model is left."""
         if self._num_plans == _MOST_PLANS:
-            self._is_over = True
+            self.is_over = True
             rank_zero_warn(
                 f"Rematerialization has planned anew {_MOST_PLANS} times, for larger and larger batches or as more was "
                 "trained, and does so no more: steps may exceed the budget. Remedy: train on the largest batch first"
@@ -181,7 +184,7 @@ class LargerSteps:
             is_told_by_all = isinstance(error, StepFailedError | TraceError | NoCallError)
             if not (is_told_by_all or (is_out_of_memory(error) and self.trainer.world_size == 1)):
                 raise  # with several devices others may wait for this one
-            self._is_over = True
+            self.is_over = True
             rank_zero_warn(
                 f"Rematerialization cannot plan anew {why}, and the step may exceed the budget: "
                 f"{error.__cause__ or error!r}"
@@ -191,7 +194,7 @@ class LargerSteps:
             trial.close()
         self.modules[:] = modules
         if not is_exact:
-            self._is_over = True
+            self.is_over = True
             return None
         if self.settings.compile_stretches:
             compile_programs(modules, StretchCompiler())
@@ -215,7 +218,7 @@ class LargerSteps:
         try:
             return find(trial, self.settings)
         except InfeasibleBudgetError as error:
-            self._is_over = True  # what is larger still cannot fit either
+            self.is_over = True  # what is larger still cannot fit either
             rank_zero_warn(f"a step needs more than those planned for, and gets the lowest peak: {error}")
             return find(trial, self.settings, lowest=True)
 

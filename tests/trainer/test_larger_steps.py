@@ -140,3 +140,28 @@ def test_a_network_that_is_unfrozen_stays_within_the_budget(tmp_path: Path) -> N
     assert callback.result.plain_peak_bytes > budget > logger.peaks[0]
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Penalized(Classifier):
+    """Adds a penalty on gradients from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(6))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        x = torch.randn(1024, 64, requires_grad=True)
+        loss = self.net(x).square().mean()
+        if batch_idx < 2:
+            return loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def test_a_step_that_does_more_than_the_planned_one_is_told_of_once(tmp_path: Path) -> None:
+    callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
+    with pytest.warns(UserWarning) as caught:
+        run(tmp_path, seeded(Penalized), callback, logger=Peaks(), max_steps=5)
+    told = [str(w.message) for w in caught if "more than the budget of" in str(w.message)]
+    assert len(told) == 1
+    assert "did more than the step that was planned" in told[0]
