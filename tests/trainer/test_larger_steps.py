@@ -160,7 +160,7 @@ class Penalized(Classifier):
 
 def test_a_step_that_does_more_than_the_planned_one_is_told_of_once(tmp_path: Path) -> None:
     callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="more than the budget of") as caught:
         run(tmp_path, seeded(Penalized), callback, logger=Peaks(), max_steps=5)
     told = [str(w.message) for w in caught if "more than the budget of" in str(w.message)]
     assert len(told) == 1
