@@ -23,11 +23,11 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
     part stood. Where that would change the order of random draws, of reads and writes of a buffer, or of three or more
     gradient contributions to one value, the nodes in between are fused too, so that results stay bitwise equal.
     Effects are parts of the operation that follows them, but for those that draw. What lies in a transform of
-    `torch.func` is one operation.
+    `torch.func` is one operation. Shapes are parts only of an operation that both makes and reads them.
 
     Args:
-        graph: The captured graph.
-        records: What its nodes did.
+        graph: The captured graph; a shape that others read as well becomes two nodes here.
+        records: What its nodes did; completed.
         effects: The nodes that only act on what lives outside the graph.
     """
     spans = _transforms(graph)
@@ -65,8 +65,41 @@ def group(graph: fx.Graph, records: dict[fx.Node, Record], effects: Collection[f
             continue
         ordered = _order(groups, position)
         if not (clash := _reordered(ordered, position, records, written)):
-            return ordered
+            return _with_own_constants(ordered, graph, records)
         join(clash)
+
+
+def _with_own_constants(groups: list[Group], graph: fx.Graph, records: dict[fx.Node, Record]) -> list[Group]:
+    """The groups with the constants (shapes) that they read of their own parts, known only while they run.
+
+    `y.masked_fill_(mask.expand(y.size()), 0)` is one operation with a shape in its middle. Where others read the shape,
+    too, theirs stays outside, and the group gets a copy.
+    """
+    owner = {n: k for k, members in enumerate(groups) for n in members}
+    constants = [n for n in graph.nodes if n.op.startswith("call") and n not in owner]
+    sources: dict[fx.Node, set[int]] = {n: {k} for n, k in owner.items()}
+    readers = dict(sources)
+    for n in constants:
+        sources[n] = set[int]().union(*(sources.get(i, ()) for i in n.all_input_nodes))
+    for n in reversed(constants):
+        readers[n] = set[int]().union(*(readers.get(u, ()) for u in n.users))
+    # One in two groups would be a cycle.
+    home = {n: next(iter(found)) for n in constants if (found := sources[n] & readers[n])}
+    copies: dict[fx.Node, fx.Node] = {}
+    for n in home:
+        with graph.inserting_before(n):
+            copies[n] = graph.node_copy(n, lambda i: copies.get(i, i))
+        records[copies[n]] = records[n]
+    for n in reversed(home):
+        members = set(groups[home[n]])
+        n.replace_all_uses_with(copies[n], delete_user_cb=members.__contains__)
+        if not n.users:
+            graph.erase_node(n)
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    own: dict[int, Group] = {}
+    for n, k in home.items():
+        own.setdefault(k, []).append(copies[n])
+    return [sorted([*g, *own.get(k, ())], key=position.__getitem__) for k, g in enumerate(groups)]
 
 
 def _transforms(graph: fx.Graph) -> list[list[fx.Node]]:

@@ -265,7 +265,7 @@ def _operation(
 ) -> Operation:
     members = set(parts)
     own = [n for n in parts if n not in effects]
-    named = own or parts
+    named = [n for n in own if records[n].has_tensors or records[n].writes] or own or parts  # shapes compute nothing
     outputs = tuple(n for n in own if records[n].has_tensors and any(u not in members for u in n.users))
     read = {i for n in parts for i in n.all_input_nodes if i in producer}
     inputs = sorted({producer[i] for i in read} - {index})

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.aliasing import fake_values
 from ..operations.contexts import ContextStack, common_contexts
-from ..operations.evaluation import compile_constant, compile_operation, effect_outputs, slots
+from ..operations.evaluation import Run, compile_constant, compile_operation, effect_outputs, slots
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import tensors_of
 
@@ -58,9 +58,13 @@ def _layouts(traced: TracedModule, given: list[Any], hooks: ExitStack, *, with_g
     values: dict[int, Any] = dict(enumerate(given)) | {slot_of[n]: v for n, v in traced.fetched().items()}
     pending = [(c, compile_constant(c, slot_of)) for c in traced.constants]
     for n, operation in enumerate(traced.operations):
-        while pending and all(slot_of[i] in values for i in pending[0][0].all_input_nodes):
-            constant, run = pending.pop(0)
-            (values[slot_of[constant]],) = run(values)
+        waiting: list[tuple[fx.Node, Run]] = []
+        for constant, run in pending:  # operations run in another order than that of the graph
+            if all(slot_of[i] in values for i in constant.all_input_nodes):
+                (values[slot_of[constant]],) = run(values)
+            else:
+                waiting.append((constant, run))
+        pending = waiting
         with ContextStack() as contexts:
             contexts.enter(common_contexts(operation.parts))
             made = compile_operation(operation, slot_of, is_first=True)(values)

@@ -75,6 +75,25 @@ def test_numbers_that_follow_from_the_batch_size_are_constants_of_a_step() -> No
     assert [n.name for n in traced.constants] == ["floordiv"]
 
 
+class WritesBySize(nn.Module):
+    """A size that is known only while the operation runs that both makes and overwrites what it is of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        size = y.size()
+        y.add_(torch.ones(size))
+        return y.tanh() * torch.ones(size)
+
+
+def test_a_size_of_what_is_overwritten_by_it_is_a_part_and_a_constant_for_others() -> None:
+    traced = trace(WritesBySize(), torch.randn(4, 3))
+    assert [o.kind for o in traced.operations] == ["sigmoid+ones+add", "tanh", "ones", "mul"]
+    assert [n.target for n in traced.operations[0].parts] == ["sigmoid", "size", torch.ones, "add_"]
+    (size,) = traced.constants
+    assert size.target == "size"
+    assert {traced.producer[n] for n in size.users} == {2}
+
+
 class OutOfOrder(nn.Module):
     """Random draws whose order a fusion by place alone would change."""
 

@@ -68,6 +68,24 @@ def test_gradients_that_do_not_lie_as_their_tensors(is_fake: bool) -> None:
     assert "into" not in names
 
 
+class WritesLater(MixesTokens):
+    """What is written in place runs after what asks for another size, later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        ones = torch.ones(y.size())
+        z = x.sin()
+        y.add_(torch.ones(z.size()))
+        return super().forward(y * ones)
+
+
+def test_sizes_become_known_in_the_order_in_which_operations_run() -> None:
+    module = WritesLater(12, 10)
+    traced, values = capture_call(module, (torch.randn(4, 12, 10),), {})
+    assert [traced.producer[n.all_input_nodes[0]] for n in traced.constants] == [2, 0]
+    assert gradient_layouts(traced, values)
+
+
 def test_nothing_is_run_where_nothing_is_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(nn.Linear(6, 6), nn.Flatten(0), nn.Tanh()), torch.randn(2, 6)
     monkeypatch.setattr("lightning_remat.profiling.layouts.fake_values", None)
