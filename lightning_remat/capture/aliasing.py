@@ -34,6 +34,7 @@ class Record:
         is_random: Whether it drew random numbers.
         is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
         needs_grad: Whether gradients flow to a tensor in its value.
+        differentiates: The fx nodes that it reads and to whose values it returns gradients.
     """
 
     has_tensors: bool = False
@@ -43,6 +44,7 @@ class Record:
     is_random: bool = False
     is_permuted: bool = False
     needs_grad: bool = False
+    differentiates: set[fx.Node] = field(default_factory=set[fx.Node])
 
 
 def record(root: fx.GraphModule, values: list[Any]) -> dict[fx.Node, Record]:
@@ -145,10 +147,12 @@ class _Recorder(fx.Interpreter):
         inputs = {i: [t for t in tree_leaves(self.env[i]) if isinstance(t, Tensor)] for i in n.all_input_nodes}
         before = {t: t._version for tensors in inputs.values() for t in tensors if not t.is_inference()}
         stored = {t: (tensor_storage(t), self._owner(t)) for tensors in inputs.values() for t in tensors}
+        needing = {i for i, tensors in inputs.items() if any(t.requires_grad for t in tensors)}
         watch = WriteWatch()
         with entered(n), watch if n.op.startswith("call") else nullcontext():
             value = super().run_node(n)
         entry = self.records[n] = Record(is_random=watch.is_random)
+        changed: list[Tensor] = []
         for i, tensors in inputs.items():
             for t in tensors:
                 storage, owner = stored[t]
@@ -156,8 +160,12 @@ class _Recorder(fx.Interpreter):
                 is_written = (t in before and t._version != before[t]) or (n.target in EXCHANGES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
                     entry.writes.add(owner or i)
+                    changed.append(t)
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
+        # `y[0] = x` has no value.
+        if n.op == "output" or entry.needs_grad or any(t.requires_grad for t in changed):
+            entry.differentiates = needing
         return value
 
     def _note_value(self, n: fx.Node, entry: Record, tensors: list[Tensor]) -> None:

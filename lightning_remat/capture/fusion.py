@@ -220,15 +220,26 @@ def _reordered(
             streams.setdefault("random", []).append(n)
         for buffer in written & (_owners_read(n, records) | records[n].writes):
             streams.setdefault(("buffer", buffer), []).append(n)
-    readers: dict[object, list[fx.Node]] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
     for n in executed:
-        for i in n.all_input_nodes:
-            # A node that only passes a value on passes its gradient on as well: count by the owner of the storage.
-            for value in records[i].views or {i}:
-                readers.setdefault(value, []).append(n)
-    streams.update({k: v for k, v in readers.items() if len(v) > 2})
+        for value in _differentiated(n, records):
+            readers.setdefault(value, []).append(n)
+    # What is returned gets one from outside before all others, and what came in may be read outside as well.
+    outer = {n for n in position if n.op == "placeholder"}
+    outer.update(_differentiated(next(n for n in reversed(position) if n.op == "output"), records))
+    streams.update({k: v for k, v in readers.items() if len(v) + (k in outer) > 2})
     for stream in streams.values():
         for a, b in pairwise(stream):
             if position[a] > position[b]:
                 return [a, b]
     return []
+
+
+def _differentiated(n: fx.Node, records: dict[fx.Node, Record]) -> list[fx.Node]:
+    """The values to which a node contributes gradients, each as often as it does (twice in `y * y`).
+
+    A node that only passes a value on passes its gradient on as well: they are counted by the owner of the storage.
+    """
+    read: list[fx.Node] = []
+    fx.map_arg((n.args, n.kwargs), read.append)
+    return [v for i in read if i in records[n].differentiates for v in records[i].views or {i}]

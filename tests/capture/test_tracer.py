@@ -94,6 +94,28 @@ def test_a_size_of_what_is_overwritten_by_it_is_a_part_and_a_constant_for_others
     assert {traced.producer[n] for n in size.users} == {2}
 
 
+class RunningSum(nn.Module):
+    """What is summed up last needs the input, of which there are no gradients whose order could change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.deep, self.out = nn.Linear(3, 1), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(len(x), 1)
+        total += self.linear(x)
+        total += self.out(self.deep(x).tanh())
+        return total.sigmoid()
+
+
+def test_what_is_added_to_a_running_sum_stays_apart_from_it() -> None:
+    x = torch.randn(4, 3)
+    kinds = ["linear", "linear", "tanh", "linear", "new_zeros+add", "sigmoid"]
+    assert [o.kind for o in trace(RunningSum(), x).operations] == kinds
+    # With gradients, only who returns one to the input counts.
+    assert [o.kind for o in trace(RunningSum(), x.requires_grad_()).operations] == kinds
+
+
 class OutOfOrder(nn.Module):
     """Random draws whose order a fusion by place alone would change."""
 

@@ -1,4 +1,4 @@
-"""Forwards that write into their own activations, by their own sizes."""
+"""Forwards that write into their own activations: by their own sizes, as running sums, among gradients that add up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,81 @@ class SizeOfBoth(Sized):
         return y.tanh()
 
 
-CASES = [MaskExpanded, ExpandedByShape, DrawnBySize, SizeReadTwice, SizeOfBoth]
+class RunningSum(Sized):
+    """A logit to which a linear and a deep part are added, as models of click rates have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = x.new_zeros(len(x), WIDTH)
+        logit += self.inner(x)
+        logit += self.tail(self.head(x))
+        return logit.sigmoid()
+
+
+class SumOfNoGradient(Sized):
+    """What is made without gradients gets three of them, once something with gradients was added to it."""
+
+    def between(self, h: Tensor) -> Tensor:
+        total = torch.zeros_like(h)
+        total.add_(self.inner(h))
+        first = total * 0.37
+        second, third = (total * 1.7).tanh(), total.sin()
+        first += second
+        return first + third
+
+
+class PartsSetInPlace(Sized):
+    def between(self, h: Tensor) -> Tensor:
+        total = torch.zeros_like(h)
+        total[:, 1:] = self.inner(h)[:, 1:]
+        first = total * 0.37
+        second, third = (total * 1.7).tanh(), total.sin()
+        first += second
+        return first + third
+
+
+class TwoFromOneReader(Sized):
+    """`y * y` contributes two gradients to `y`."""
+
+    def between(self, h: Tensor) -> Tensor:
+        y = self.inner(h)
+        square = y * y
+        square += (y * 1.7).tanh()
+        return square
+
+
+class ReturnedToo(Sized):
+    """What the caller reads gets a gradient from there too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(self.head(x))
+        scaled = y * 0.37
+        scaled += (y * 1.7).tanh()
+        return y, self.tail(scaled)
+
+    def step(self, *batch: Any) -> Tensor:
+        y, z = self(*batch)
+        loss = y.sin().square().mean() + z.square().mean()
+        loss.backward()
+        return loss
+
+
+class ReadByTwoGraphs(Sized):
+    """What comes in gets a gradient from another graph too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.head(x))
+        torch._dynamo.graph_break()
+        scaled = y * 0.37
+        scaled += (y * 1.7).tanh()
+        z = self.tail(scaled)
+        torch._dynamo.graph_break()
+        return self.tail(z) + y.sin()
+
+
+CASES = [
+    MaskExpanded, ExpandedByShape, DrawnBySize, SizeReadTwice, SizeOfBoth,
+    RunningSum, SumOfNoGradient, PartsSetInPlace, TwoFromOneReader, ReturnedToo, ReadByTwoGraphs,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
