@@ -52,6 +52,10 @@ class ScheduleError(ValueError):
         self.position = position
 
 
+class MismatchError(ValueError):
+    """A plan is for something else than what is called."""
+
+
 class TraceError(ValueError):
     """A module that cannot be captured as a graph of operations; the message names the line and the remedy.
 

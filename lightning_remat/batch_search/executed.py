@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..devices import counts_memory, empty_cache
+from ..errors import MismatchError
 from ..execution.modified import retried
 from ..execution.rewriter import num_profiled
 from ..measure.out_of_memory import is_out_of_memory
@@ -17,7 +18,7 @@ from ..plans.plan import StepPlan
 from ..plans.reserved import Reservation
 from .candidates import Choice
 from .settings import Settings
-from .trial import STEPS_PER_TRIAL, Trial, install, uninstall
+from .trial import ELSEWHERE, STEPS_PER_TRIAL, Trial, install, uninstall
 
 
 class Executed(NamedTuple):
@@ -35,15 +36,18 @@ def execute(trial: Trial, choice: Choice, settings: Settings) -> Executed:
     """
     size, modules = choice.batch_size, list[nn.Module]()
 
+    def rewrite() -> int:
+        modules.extend(install(trial, size, choice.step, settings.planner))
+        return 0
+
     def measure() -> int:
-        if not modules:
-            modules.extend(install(trial, size, choice.step, settings.planner))
         return retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
 
     trial.within = choice.budget_bytes if settings.counts_scratch else None
     num_steps = STEPS_PER_TRIAL
     try:
-        measured = _most(trial, measure)
+        # Before steps are run together, all know that all are rewritten.
+        measured = None if _most(trial, rewrite) is None else _most(trial, measure)
         if measured is not None and trial.least(-num_profiled(modules)):
             measured = _most(trial, measure)
             num_steps += STEPS_PER_TRIAL
@@ -61,16 +65,23 @@ def execute(trial: Trial, choice: Choice, settings: Settings) -> Executed:
 
 
 def _most(trial: Trial, measure: Callable[[], int]) -> int | None:
-    """The most that any rank measures; None, of none, if one runs out of memory."""
-    measured: int | None = None
+    """The most that any rank measures; None, of none, if one runs out of memory.
+
+    Raises:
+        MismatchError: A rank calls something else than the plan is for.
+    """
+    measured, mismatch = None, None
     try:
         measured = measure()
+    except MismatchError as error:
+        mismatch = error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    if trial.least(int(measured is not None)) and measured is not None:
-        return -trial.least(-measured)
-    return None
+    least = trial.least(-1 if mismatch is not None else int(measured is not None))
+    if least < 0:
+        raise mismatch or MismatchError(ELSEWHERE)
+    return -trial.least(-measured) if least and measured is not None else None
 
 
 def reservation(trial: Trial, step: StepPlan) -> Reservation:

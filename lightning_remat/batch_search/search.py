@@ -13,7 +13,7 @@ from torch import nn
 
 from ..budget import ALL_BYTES, format_bytes
 from ..devices import counts_memory
-from ..errors import InfeasibleBudgetError
+from ..errors import InfeasibleBudgetError, MismatchError, TraceError
 from ..measure.device_memory import device_memory
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..plans.planner import plan
@@ -28,6 +28,7 @@ from .trial import (
     StepModel,
     Trial,
     install,
+    install_together,
     model_step,
     uninstall,
     with_apart,
@@ -71,7 +72,19 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
 
     Raises:
         InfeasibleBudgetError: Nothing fits. Nothing is installed then, as on any other error.
+        TraceError: Nothing can be captured, or never the same twice.
     """
+    try:
+        return _found(trial, settings, lowest=lowest)
+    except MismatchError as error:
+        logger.info("planned once more, as what was captured has changed meanwhile: %s", error)
+    try:
+        return _found(trial, settings, lowest=lowest)
+    except MismatchError as error:
+        raise TraceError(f"the training step is captured as something else whenever it is run: {error}") from error
+
+
+def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, list[nn.Module]]:
     search = _prepared(trial, settings, lowest=lowest)
     largest = search.sizes[-1]
     good: Result | None = None
@@ -133,7 +146,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
             tries = _MOST_TRIES
             search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
     if good is not None:
-        return good, install(trial, good.batch_size, good.step, settings.planner)
+        return good, install_together(trial, good.batch_size, good.step, settings.planner)
     needed = "more than the device has" if measured is None else format_bytes(measured)
     raise InfeasibleBudgetError(
         f"the planned step was executed {tries} times and exceeded the budget each time, the last time at "
@@ -263,6 +276,8 @@ def _rehearse(trial: Trial, search: CandidateSearch) -> None:
         choice = trial.share(search.choose)
         try:
             uninstall(install(trial, choice.batch_size, choice.step, search.settings.planner))
+        except MismatchError as error:
+            logger.info("what the execution will tell on all ranks: %s", error)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..errors import TraceError
+from ..errors import MismatchError, TraceError
 from ..execution.rewriter import install_parts, restore
 from ..plans.plan import StepPlan, plain_timeline
 from ..plans.step_memory import Surroundings, Timeline
@@ -27,6 +27,8 @@ from .scaling import Line, ScalableGraph, extrapolated, scaled_surroundings
 T = TypeVar("T")
 Profile = ScalableGraph | Graph
 logger = logging.getLogger(__name__)
+
+ELSEWHERE = "the plan is for something else than what the step calls on another device"
 
 STEPS_PER_TRIAL = 2
 """The second step is the first in which optimizer state and gradients are alive in the forward."""
@@ -214,11 +216,33 @@ def install(trial: Trial, batch_size: int, step: StepPlan, planner: str | Callab
 
     Returns:
         The rewritten modules.
+
+    Raises:
+        MismatchError: The plan is for something else than what the step calls.
     """
     view = trial.look_through(batch_size, list(step.plans))
     programs = programs_of(view.calls, step.plans)
     rewritten = install_parts(programs, step.plans, planner, headroom_bytes=step.headroom_bytes)
     return [*rewritten, *reshard_as_planned(units_in(view), step.surroundings.gathering)]
+
+
+def install_together(
+    trial: Trial, batch_size: int, step: StepPlan, planner: str | Callable[..., Schedule]
+) -> list[nn.Module]:
+    """`install` on every device, or on none.
+
+    Raises:
+        MismatchError: The plan is for something else than what the step calls, here or on another device.
+    """
+    modules, own = list[nn.Module](), None
+    try:
+        modules = install(trial, batch_size, step, planner)
+    except MismatchError as error:
+        own = error
+    if trial.least(int(own is None)):
+        return modules
+    uninstall(modules)
+    raise own or MismatchError(ELSEWHERE)
 
 
 def misfit_of(step: StepPlan, trial: Trial, batch_size: int) -> str | None:

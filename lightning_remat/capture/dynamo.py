@@ -77,9 +77,13 @@ class CapturedGraph:
     Attributes:
         module: The graph, with what it fetches by `get_attr`; its placeholders are all that may differ from call to
             call: inputs, parameters, buffers, numbers.
+        code: What it was captured from: the forward, or a function that runs between the graphs of one.
+        number: Those captured later have larger ones.
     """
 
     module: fx.GraphModule
+    code: types.CodeType | None = None
+    number: int = field(default_factory=partial(next, _numbers), init=False)
     _as_written: list[fx.GraphModule] = field(default_factory=list[fx.GraphModule], init=False, repr=False)
 
     def run(self, values: Sequence[Any]) -> Any:
@@ -92,6 +96,11 @@ class CapturedGraph:
     def graph(self) -> fx.Graph:
         """Its nodes."""
         return self.module.graph
+
+
+def between_captures() -> int:
+    """A number larger than those of the graphs that have been captured, and smaller than those of later ones."""
+    return next(_numbers)
 
 
 class _Bound(BaseException):
@@ -155,14 +164,15 @@ class CompiledForward:
             replace_module_hooks(module.graph)
             module.recompile()
         _put_inputs_first(module.graph)
-        return partial(self._called, CapturedGraph(module))
+        return partial(self._called, CapturedGraph(module, self._local.code))
 
     def _called(self, graph: CapturedGraph, *values: Any) -> Any:
         return self._local.call[0](graph, list(values))
 
     @contextmanager
-    def _capturing(self, *, are_hooks_guarded: bool) -> Generator[None]:
+    def _capturing(self, code: types.CodeType, *, are_hooks_guarded: bool) -> Generator[None]:
         """What must hold while TorchDynamo captures for the call of this thread; a call that it knows needs none."""
+        self._local.code = code
         _, args, kwargs = self._local.call
         settings = self._settings | {"ignore_logging_functions": _ignored_functions()}
         hooks = _HOOKS_CAPTURED.wanted() if self.has_hooks else nullcontext()
@@ -256,15 +266,15 @@ class _Capturing:
 
     Args:
         capture: The callback.
-        settings: Makes the context.
+        settings: Makes the context, given the code.
     """
 
-    def __init__(self, capture: Any, settings: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, capture: Any, settings: Callable[[types.CodeType], AbstractContextManager[None]]) -> None:
         self._capture, self._settings = capture, settings
         self._torchdynamo_orig_backend = capture._torchdynamo_orig_backend  # by which it tells captures apart
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._settings():
+        with self._settings(frame.f_code):
             found = self._capture(frame, *args, **kwargs)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             warnings.warn(_exhausted(frame.f_code), stacklevel=2)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import casts_apart
-from ..module_state.nesting import tensors_in
+from ..module_state.nesting import extents_of, tensors_in
 from ..operations.contexts import lift_contexts
 from ..operations.functions import differentiates_in_its_backward, replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
@@ -184,6 +184,7 @@ def traced_graph(
         forward,
         captured,
         tuple(reasons),
+        extents_of(values),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
+from ..errors import MismatchError
 from ..operations.contexts import Context, common_contexts
 from ..operations.evaluation import (
     Run,
@@ -288,7 +289,7 @@ def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
         plan: For one of them.
 
     Raises:
-        ValueError: The plan is for another module.
+        MismatchError: The plan is for another module.
     """
     planned = [node.name for node in plan.graph.nodes]
     own: list[str] | None = None
@@ -299,7 +300,7 @@ def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:
         own = own or names
     assert own is not None, "operations of a module"
     difference = next((a for a, b in zip(planned, own, strict=False) if a != b), "the number of operations")
-    raise ValueError(
+    raise MismatchError(
         f"the plan has {len(planned)} operations and the module {len(own)}; the first difference is {difference!r}. "
         "Remedy: make the plan on this module"
     )

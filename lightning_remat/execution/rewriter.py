@@ -16,6 +16,7 @@ from torch import nn
 
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
+from ..module_state.nesting import extents_of
 from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
@@ -67,10 +68,13 @@ class _Rewritten:
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
         self._lock = threading.Lock()
-        self.programs: dict[CapturedGraph, Program | None] = dict.fromkeys(left)
+        # Of each graph by the extents of what comes in: one that runs at several sizes has a plan for each.
+        self.programs: dict[CapturedGraph, dict[tuple[int, ...], Program | None]] = {}
         for program, part in parts:
-            graph = cast(CapturedGraph, program.traced.captured)
-            self.programs[graph] = program if is_worth(part) or len(parts) == 1 else None
+            sizes = self.programs.setdefault(cast(CapturedGraph, program.traced.captured), {})
+            sizes[program.traced.extents] = program if is_worth(part) or len(parts) == 1 else None
+        for graph in left:
+            self.programs.setdefault(graph, {(): None})
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's results, by the programs of the graphs that TorchDynamo's guards choose.
@@ -111,9 +115,10 @@ class _Rewritten:
             with self._lock:
                 if graph not in self.programs or self.later.is_outgrown(call, graph, values):
                     found = self._finished(self.later.program_for(call, graph, values))
-                    self.programs[graph] = found or self.programs.get(graph)
+                    if found is not None or graph not in self.programs:
+                        self.programs[graph] = {(): found}
         self.later.runs(call, graph)
-        program = self.programs[graph]
+        program = _closest(self.programs[graph], values)
         if program is None:
             return graph.run(values)
         self.ran.add(program)
@@ -122,13 +127,24 @@ class _Rewritten:
     def compile(self, compiler: StretchCompiler) -> None:
         """See `compile_programs`."""
         self._compiler = compiler
-        self.programs = {graph: self._finished(program) for graph, program in self.programs.items()}
+        self.programs = {
+            graph: {extents: self._finished(program) for extents, program in sizes.items()}
+            for graph, sizes in self.programs.items()
+        }
 
     def _finished(self, program: Program | None) -> Program | None:
         return program if program is None or self._compiler is None else self._compiler.compiled(program)
 
     def __deepcopy__(self, memo: Any) -> _Rewritten:
         return self
+
+
+def _closest(programs: Mapping[tuple[int, ...], Program | None], values: list[Any]) -> Program | None:
+    """Of the programs of a graph, by the extents of the values that they are for, that for the most similar ones."""
+    if len(programs) == 1:
+        return next(iter(programs.values()))
+    own = extents_of(values)
+    return programs[min(programs, key=lambda planned: sum(abs(a - b) for a, b in zip(planned, own, strict=True)))]
 
 
 def install(module: nn.Module, program: Program, plan: Plan, planner: str | Callable[..., Schedule] = "auto") -> None:
@@ -281,7 +297,8 @@ def watched(module: nn.Module, watch: Watch | None = None) -> Generator[set[Prog
 
 def programs_in(module: nn.Module) -> set[Program]:
     """The programs by which the module and its submodules run."""
-    return {p for state in _states(module) for p in state.programs.values() if p is not None}
+    sizes = (sizes for state in _states(module) for sizes in state.programs.values())
+    return {program for programs in sizes for program in programs.values() if program is not None}
 
 
 def num_profiled(modules: Iterable[nn.Module]) -> int:

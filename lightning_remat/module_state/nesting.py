@@ -65,3 +65,8 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nested value."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def extents_of(values: Any) -> tuple[int, ...]:
+    """The sizes of all tensors in a nested value, one after another."""
+    return tuple(extent for t in tensors_in(values) for extent in t.shape)

@@ -61,6 +61,7 @@ class TracedModule:
         forward: The compiled forward that handed over the graph; binds further calls, and runs them.
         captured: What it handed over.
         reasons: What of the call runs otherwise than operation by operation, and why.
+        extents: Of the values with which it was called, as `extents_of` tells them.
     """
 
     module: nn.Module
@@ -75,6 +76,7 @@ class TracedModule:
     forward: Any
     captured: object
     reasons: tuple[str, ...] = ()
+    extents: tuple[int, ...] = ()
 
     @property
     def rung(self) -> Literal["traced"]:

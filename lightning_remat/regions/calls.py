@@ -169,12 +169,15 @@ class View:
         saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
         moments: Of the units under `fully_shard`, in order.
         differentiates: Whether the step asked for derivatives of its own.
+        is_outdated: Whether graphs that were captured meanwhile would have served calls before, too, so that the next
+            step runs others.
     """
 
     calls: list[Call]
     saved_bytes: int
     moments: tuple[Moment, ...] = ()
     differentiates: bool = False
+    is_outdated: bool = False
 
     @property
     def order(self) -> tuple[int, ...]:

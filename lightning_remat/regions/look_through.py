@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,19 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.capture_error import CaptureError
-from ..capture.dynamo import CapturedGraph, Run, forward_of, share_forwards
+from ..capture.dynamo import CapturedGraph, Run, between_captures, forward_of, share_forwards
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
-from ..module_state.agreement import together
+from ..module_state.agreement import all_ranks, together
 from ..module_state.ambient import Ambient
-from ..module_state.nesting import flatten, tensors_in
+from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from .calls import Call, Moment, Part, View
 from .phases import Backwards, Span, alive_together
 from .saved_between import SavedBetween, bytes_beside, keys_of
 from .transforms import hooks_outside_transforms
+
+_MOST_LOOKS = 4
+"""At a step in which captured graphs are overtaken by more general ones."""
+
+_MOST_SIZES = 8
+"""At which one graph is planned; what it needs at further ones is taken to be what it needs at the last."""
 
 
 class NoCallError(ValueError):
@@ -58,6 +64,10 @@ def look_through(
     meanwhile, so a step that does not fit can be looked through. Only one that differentiates by itself fails at that,
     and is run once more with all that it saves, from the state that the first run began with.
 
+    What TorchDynamo captured with a size or a number as a constant it captures more generally at the next one, and that
+    graph serves the first call too when the step is run again. Such a step is run until it runs the graphs that all
+    further ones will.
+
     Of calls between which a backward lies, those are left out that others stand for (see `alive_together`).
 
     Args:
@@ -81,6 +91,11 @@ def look_through(
             with undone():
                 return _look_through(root, step, modules, backwards or Backwards(), holds=holds)
 
+        for _ in range(_MOST_LOOKS - 1):
+            view = together(root, look, is_out_of_memory)
+            if not any(all_ranks(root, view.is_outdated)):
+                return view
+            del view  # it holds the arguments of all calls
         return together(root, look, is_out_of_memory)
 
     if not is_known_to_differentiate:
@@ -100,6 +115,8 @@ def _look_through(
     watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
     gathered = gathered_modules(root)
     share_forwards(m for m in watched if m in gathered)
+    begun = between_captures()
+    ran: dict[CapturedGraph, Hashable] = {}
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
     owned = keys_of([*root.parameters(), *root.buffers()])
@@ -143,6 +160,7 @@ def _look_through(
             backwards.awaited(frame.span, tensors_in(output))
 
     def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
+        ran.setdefault(graph, _kinds_of(values))
         if len(frames) > 1 or not torch.is_grad_enabled():
             return graph.run(values)
         held = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -191,7 +209,28 @@ def _look_through(
             if not frame.is_served and frame.is_differentiable:
                 between[frame.span.begun].append(frame.saved)
         saved_bytes = _saved_bytes([frame.span for frame in chosen], between, inputs)
-    return View(calls, saved_bytes, tuple(moments), differentiates=holds)
+    is_outdated = _is_overtaken(ran, begun)
+    return View(calls, saved_bytes, tuple(moments), differentiates=holds, is_outdated=is_outdated)
+
+
+def _is_overtaken(ran: Mapping[CapturedGraph, Hashable], begun: int) -> bool:
+    """Whether a graph was captured, since the step has begun, that may serve where another had run in it before.
+
+    Args:
+        ran: The graphs in the order of their first runs, and the kinds of what they ran on.
+        begun: The number at which the step began.
+    """
+    earlier: set[Hashable] = set()
+    for graph, kinds in ran.items():
+        if (graph.code, kinds) in earlier and graph.number > begun:
+            return True
+        earlier.add((graph.code, kinds))
+    return False
+
+
+def _kinds_of(values: list[Any]) -> Hashable:
+    """Of the tensors among a graph's values, what is never another where it runs; numbers may be tensors, too."""
+    return tuple((t.dtype, t.device, t.dim(), t.requires_grad) for t in tensors_in(values) if t.dim())
 
 
 def _saved_bytes(spans: Sequence[Span], between: Mapping[int, list[SavedBetween]], inputs: Sequence[Tensor]) -> int:
@@ -240,15 +279,25 @@ def _divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None
 def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:
     """The name of each call; a graph within a forward has its place in the order of the step's first calls.
 
-    The place, since another batch size may make TorchDynamo capture the same operations as other graphs.
+    The place, since another batch size may make TorchDynamo capture the same operations as other graphs. Where it is
+    called at several sizes, each needs memory of its own: it has the place of that, from the second one on.
     """
     places: dict[nn.Module, dict[CapturedGraph, int]] = {}
+    sizes: dict[CapturedGraph, dict[tuple[int, ...], int]] = {}
     for frame in frames:
         name = names[frame.module]
         if frame.part is not None and frame.part.graph is not None and not frame.part.is_whole:
             own = places.setdefault(frame.module, {})
-            name = f"{name}[{own.setdefault(frame.part.graph, len(own))}]"
+            place = own.setdefault(frame.part.graph, len(own))
+            of_graph = sizes.setdefault(frame.part.graph, {})
+            size = of_graph.setdefault(extents_of(frame.part.values), min(len(of_graph), _MOST_SIZES - 1))
+            name = f"{name}[{place}:{size + 1}]" if size else f"{name}[{place}]"
         yield name
+
+
+def at_first_size(name: str) -> str:
+    """The name of the call of the same graph at the first of its sizes."""
+    return name.rpartition(":")[0] + "]" if name.endswith("]") and ":" in name else name
 
 
 def _as_call(frame: _Frame, name: str) -> Call:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..capture.compiled_by_users import has_compiled_methods, is_compiled
 from ..capture.dynamo import CapturedGraph
-from ..errors import TraceError
+from ..errors import MismatchError, TraceError
 from ..execution.program import Program, checked_program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
@@ -22,7 +22,7 @@ from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from .calls import Call, View
-from .look_through import NoCallError
+from .look_through import NoCallError, at_first_size
 
 _ARRAYS: tuple[Any, ...] = (Tensor, np.ndarray)
 """What calls of one kind may have other values of."""
@@ -100,6 +100,9 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         if inner := _outermost(part for m in idle_parts for part in _parts_within(m)):
             watched = [*(call.name for call in view.calls), *inner]
             continue
+        for name, call in {call.name: call for call in reversed(view.calls)}.items():
+            if name in traced and call.part is not None and call.part.graph is not traced[name].captured:
+                del traced[name]  # it serves there no more
         for name in dict.fromkeys(call.name for call in view.calls):
             if name not in traced and name not in reasons:
                 _note(name, view.calls, traced, known, reasons)
@@ -152,17 +155,17 @@ def profiled_out_of_place(
 
 
 def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, Program]:
-    """Region → its program, of plans that were made earlier.
+    """Region → its program, of plans that were made earlier; none of a size at which the step does not call it.
 
     Raises:
-        ValueError: A plan is for something else than what the step does.
+        MismatchError: A plan is for something else than what the step does.
     """
     first = {call.name: call for call in reversed(list(calls))}
-    missing = [name for name in plans if name not in first]
+    missing = [name for name in plans if at_first_size(name) not in first]
     if missing:
-        raise ValueError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
+        raise MismatchError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
     known: dict[Hashable, TracedModule] = {}
-    return {name: checked_program(first[name].ways(known), plan) for name, plan in plans.items()}
+    return {name: checked_program(first[name].ways(known), plan) for name, plan in plans.items() if name in first}
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
-from ..batch_search.trial import install, uninstall
+from ..batch_search.trial import uninstall
 from ..budget import format_bytes
 from ..devices import empty_cache
 from ..execution.compiling import StretchCompiler
@@ -33,7 +33,7 @@ from .loaders import common_batch_size, loader_batch_size
 from .logger_figures import show_in_loggers
 from .logs_in_forward import divided_at_logs
 from .oom_retry import StepRetry
-from .planning import check_first_size, fits_stored, planned
+from .planning import check_first_size, installed, planned
 from .private_api import (
     before_first_step,
     before_steps,
@@ -214,14 +214,10 @@ class Rematerialization(Callback):
             rank_zero_info(f"Rematerialization plans anew: the stored plan is for batches of {known.batch_size}")
             known = None
         try:
-            if known is not None and not fits_stored(trial, known):
-                known = None
-            if known is not None:
-                found = known, install(trial, trial.batch_size, known.step, settings.planner)
-            else:
-                found = planned(trial, settings, self._leave_alone)
-                if found is None:
-                    return
+            found = None if known is None else installed(trial, settings, known)
+            found = found or planned(trial, settings, self._leave_alone)
+            if found is None:
+                return
             result, modules = found
             if not passes_check(trial, settings, result, modules, self._leave_alone):
                 return

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..batch_search.search import find
 from ..batch_search.settings import Settings
-from ..batch_search.trial import misfit_of
-from ..errors import InfeasibleBudgetError, TraceError
+from ..batch_search.trial import install_together, misfit_of
+from ..errors import InfeasibleBudgetError, MismatchError, TraceError
 from ..regions.look_through import NoCallError
 from ..reports.result import Result
 from .lightning_step import LightningTrial
@@ -44,13 +44,20 @@ def planned(
         return None
 
 
-def fits_stored(trial: LightningTrial, result: Result) -> bool:
-    """Whether an earlier result is for what the step calls now; told where it is not. Every rank takes part."""
+def installed(trial: LightningTrial, settings: Settings, result: Result) -> tuple[Result, list[nn.Module]] | None:
+    """An earlier result, and the modules rewritten by it.
+
+    None, which is told, where it is not for what the step calls now. Every rank takes part.
+    """
     own = misfit_of(result.step, trial, trial.batch_size)
     reason: str | None = trial.share(lambda: own)
-    if reason is not None:
-        rank_zero_warn(f"Rematerialization plans anew: {reason}")
-    return reason is None
+    if reason is None:
+        try:
+            return result, install_together(trial, trial.batch_size, result.step, settings.planner)
+        except MismatchError as error:
+            reason = str(error)
+    rank_zero_warn(f"Rematerialization plans anew: {reason}")
+    return None
 
 
 def check_first_size(trial: LightningTrial, wanted: int | None) -> None:
