@@ -16,6 +16,7 @@ from torch import nn
 
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
+from ..capture.hook_guards import hooks_of_all_modules
 from ..module_state.nesting import extents_of
 from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
@@ -91,12 +92,13 @@ class _Rewritten:
             self._num_breaks = 0
             return found
         except CaptureError as error:
-            if error.is_final or not forward.is_whole:
+            is_break = forward.is_whole and error.where is not None and not hooks_of_all_modules()
+            if error.is_final or not is_break:  # between graphs hooks of all modules would run with what they hook
                 raise
             warnings.warn(
-                f"{type(module).__name__} runs without rematerialization where it breaks now: {error}"
-                f"{f' ({error.where})' if error.where else ''}; what can be captured is planned piece by piece, and "
-                "the step may need more than its budget. Remedy: call rematerialize again in such a step",
+                f"{type(module).__name__} runs without rematerialization where it breaks now: {error} ({error.where}); "
+                "what can be captured is planned piece by piece, and the step may need more than its budget. Remedy: "
+                "call rematerialize again in such a step",
                 stacklevel=4,
             )
         divided = forward_of(module, is_whole=False)

@@ -189,7 +189,8 @@ def test_tensors_made_from_constants() -> None:
 def test_a_write_into_an_input_is_refused() -> None:
     with pytest.raises(TraceError, match=r"writes in place into an input.*Remedy") as error:
         trace(WritesInput(), torch.randn(3))
-    assert error.value.where == "return x.relu_() + 1"
+    assert error.value.where is not None
+    assert error.value.where.startswith(f"{__file__}:")
 
 
 def test_a_decision_by_values_is_no_single_graph() -> None:

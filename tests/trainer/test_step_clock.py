@@ -55,8 +55,8 @@ class Projects(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = deep()
-        self.head = nn.Linear(WIDTH, 9)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 128), deep(128))  # wide, so that little things weigh little
+        self.head = nn.Linear(128, 9)
         self.register_buffer("camera", torch.randn(1, 3, 3))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -67,7 +67,7 @@ class Projects(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(samples(), batch_size=64)
+        return DataLoader(samples(2048), batch_size=512)
 
 
 def test_a_metered_step_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
