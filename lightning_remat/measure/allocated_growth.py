@@ -57,11 +57,14 @@ def listen() -> None:
     autograd._enable_profiler_legacy(autograd.ProfilerConfig(autograd.ProfilerState.CPU, *flags, _ExperimentalConfig()))
 
 
-def heard() -> int:
+def heard(*, without: int = 0) -> int:
     """Ends it, and tells by how many bytes what is allocated has exceeded at most what was when it began.
 
     What was allocated before and freed since is subtracted where `listened` knows its size, as the allocator does not
     tell that.
+
+    Args:
+        without: The size of what is left out.
     """
     autograd: Any = torch.autograd
     alive = most = known = 0
@@ -71,7 +74,7 @@ def heard() -> int:
             if kind == _ALLOCATION:
                 size = event.cpu_memory_usage()
                 is_told_twice, known = size == -known, 0  # as the allocator knows what it handed to another listener
-                if abs(size) > _NUMBER_BYTES and abs(size) != _STATE_BYTES and not is_told_twice:
+                if abs(size) > _NUMBER_BYTES and abs(size) != without and not is_told_twice:
                     alive += size
                     most = max(most, alive)
             elif kind == _MARK and (name := event.name()).startswith(_FREED):
@@ -100,7 +103,7 @@ def listened(storages: Iterable[torch.UntypedStorage]) -> Generator[Peak]:
     try:
         yield measured
     finally:
-        measured.peak_bytes = measured.start_bytes + heard()
+        measured.peak_bytes = measured.start_bytes + heard(without=_STATE_BYTES)
 
 
 def _watch(storages: Iterable[torch.UntypedStorage]) -> tuple[int, list[ref[torch.UntypedStorage]]]:

@@ -247,7 +247,7 @@ class Rematerialization(Callback):
             if trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
                 rank_zero_warn("on_oom='replan' has no effect with several devices or manual optimization")
             else:
-                retry = StepRetry(trainer, settings, result, modules, partial(self._adopt, mark))
+                retry = StepRetry(trainer, settings, result, modules, partial(self._adopt_tighter, trainer, mark))
                 self._undo.callback(wrap_steps(trainer, retry))
                 self._undo.callback(wrap_validation(trainer, retry.validated))
 
@@ -265,6 +265,12 @@ class Rematerialization(Callback):
             self._meter(trainer, batch)
         else:
             self.result = self._state = self._clock = None
+
+    def _adopt_tighter(self, trainer: Trainer, mark: str, result: Result) -> None:
+        """What was measured of the step so far ran out of memory."""
+        self._adopt(mark, result)
+        self._end_metering()
+        self._start_clock(trainer)
 
     def _adopt(self, mark: str, result: Result) -> None:
         self.result, self._state = result, to_state(result, mark)

@@ -9,7 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..devices import HOST
 from ..module_state.agreement import told_by_first
 
 T = TypeVar("T")
@@ -40,24 +42,30 @@ def gathered(trainer: Trainer, value: int) -> list[int]:
 class Agreement:
     """Lets ranks decide together in every step, without waiting for what their devices have to do.
 
-    All make it together.
+    All make it together. Where the hosts have no network of their own, it goes over the devices', after their work.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        # Of a device's own group, numbers come after all work that the device has been given.
-        self._group: Any = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+        self._is_alone, self._device = trainer.world_size == 1, HOST
+        self._group: Any = None
+        if not self._is_alone:
+            try:
+                self._group = dist.new_group(backend="gloo")
+            except RuntimeError as error:
+                self._device = trainer.strategy.root_device
+                rank_zero_info(f"Rematerialization lets ranks agree over their devices: {error}")
 
     def any(self, value: bool) -> bool:
         """Whether any rank says so."""
-        if self._group is None:
+        if self._is_alone:
             return value
-        told = torch.tensor(value, dtype=torch.uint8)
+        told = torch.tensor(value, dtype=torch.uint8, device=self._device)
         dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
         return bool(told)
 
     def all(self, value: T) -> list[T]:
         """What each rank says, in their order."""
-        if self._group is None:
+        if self._is_alone:
             return [value]
         told: list[Any] = [None] * dist.get_world_size(self._group)
         cast(Any, dist).all_gather_object(told, value, self._group)

@@ -236,8 +236,8 @@ def forked(x: Tensor) -> Tensor:
 
 def in_inference_mode(x: Tensor) -> Tensor:
     with torch.inference_mode():
-        factor = x.mean().item()
-    return x * factor
+        shift = x.mean()
+    return x + shift
 
 
 def with_packed_tensors(x: Tensor) -> Tensor:
