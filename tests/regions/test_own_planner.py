@@ -80,6 +80,7 @@ class Growing(Classifier):
 
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+@pytest.mark.filterwarnings("ignore:a training step needed")  # the one in which it is planned anew
 def test_the_users_planner_plans_what_comes_later_in_training_too(tmp_path: Path) -> None:
     kinds: list[set[str]] = []
 
