@@ -26,7 +26,7 @@ from ..module_state.preserve import preserved, record_values
 from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
-from ..regions.footprint import alive_bytes, optimizer_footprint, optimizer_tensors, outside_bytes, owned_tensors
+from ..regions.footprint import alive_bytes, held_tensors, optimizer_footprint, optimizer_tensors, outside_bytes
 from ..regions.gathering import gathering_of
 from ..regions.look_through import NoCallError, look_through
 from ..reports.report import draw_plots, write_report
@@ -213,7 +213,7 @@ class PlainTrial:
         with self.undone(), ExitStack() as stack:
             batch = self.batch_of(batch_size)
             if self.within is not None:
-                held = storage_bytes(self._held(batch))
+                held = storage_bytes(held_tensors(self.module, self.optimizers, batch))
                 stack.enter_context(enforced(self.device, self.within, held))
             for i in range(STEPS_PER_TRIAL):
                 alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
@@ -234,11 +234,7 @@ class PlainTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.device, self._held(self.batch))
-
-    def _held(self, batch: Any) -> list[Tensor]:
-        """What of a budget is taken before a step."""
-        return [*owned_tensors(self.module), *optimizer_tensors(self.optimizers), *tensors_in(batch)]
+        return alive_bytes(self.device, held_tensors(self.module, self.optimizers, self.batch))
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Epochs are the caller's."""

@@ -23,7 +23,6 @@ _FREED = "lightning_remat: freed "
 _NUMBER_BYTES = 16
 """What a number takes that an operation makes a tensor of: no more than that is noise, not memory."""
 
-
 _STATE_BYTES = torch.get_rng_state().numel()
 """Of the host's generator, of which a copy is taken where what is drawn may be drawn again: no tensor of a step."""
 

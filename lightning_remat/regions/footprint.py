@@ -81,6 +81,11 @@ def owned_tensors(module: nn.Module) -> list[Tensor]:
     return [*parameters, *(p.grad for p in parameters if p.grad is not None), *module.buffers()]
 
 
+def held_tensors(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> list[Tensor]:
+    """What of a budget is taken before a step."""
+    return [*owned_tensors(module), *optimizer_tensors(optimizers), *tensors_in(batch)]
+
+
 def _no_rows(parameter: Tensor) -> Tensor:
     """A gradient of zero as an embedding has it that was asked for no row."""
     index = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)

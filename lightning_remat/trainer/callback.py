@@ -20,8 +20,7 @@ from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import compile_programs
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.step_clock import Reading, StepClock
-from ..module_state.nesting import tensors_in
-from ..regions.footprint import optimizer_tensors, owned_tensors
+from ..regions.footprint import held_tensors
 from ..reports.report import draw_plots, out_of_memory_note, print_tables, write_report
 from ..reports.result import Result
 from . import ranks
@@ -294,8 +293,7 @@ class Rematerialization(Callback):
         """Meters the memory of a step that will be logged; not where PyTorch's profiler may want to begin in it."""
         profiles = isinstance(cast(Any, trainer).profiler, PyTorchProfiler)
         if self._clock is not None and should_log(trainer) and not profiles:
-            states = optimizer_tensors(trainer.strategy.optimizers)
-            self._clock.meter([*owned_tensors(trainer.lightning_module), *states, *tensors_in(batch)])
+            self._clock.meter(held_tensors(trainer.lightning_module, trainer.strategy.optimizers, batch))
 
     def _end_metering(self) -> None:
         if self._clock is not None:

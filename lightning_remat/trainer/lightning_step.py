@@ -33,10 +33,10 @@ from ..regions.calls import View
 from ..regions.footprint import (
     OptimizerFootprint,
     alive_bytes,
+    held_tensors,
     optimizer_footprint,
     optimizer_tensors,
     outside_bytes,
-    owned_tensors,
 )
 from ..regions.gathering import gathering_of
 from ..regions.look_through import look_through
@@ -281,9 +281,7 @@ class LightningTrial:
         return measure_peak(self.device, [self.module, *alive], with_scratch=with_scratch)
 
     def _held(self, batch: Any) -> list[Tensor]:
-        """What of a budget is taken before a step."""
-        states = optimizer_tensors(self.trainer.strategy.optimizers)
-        return [*owned_tensors(self.module), *states, *tensors_in(batch)]
+        return held_tensors(self.module, self.trainer.strategy.optimizers, batch)
 
     def _unseen_bytes(self) -> int:
         """The buckets of DDP, of which no operation tells; an allocator counts them."""

@@ -160,13 +160,8 @@ def test_pieces_that_need_more_in_sum_are_told_of() -> None:
         step(ours, x, nullcontext)
 
 
-class Logs(nn.Module):
+class Logs(Talks):
     """One graph, until it is told to look at values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Residual() for _ in range(8)), nn.Linear(WIDTH, 1)
-        self.is_verbose = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -182,8 +177,7 @@ def test_what_was_one_graph_and_breaks_later_is_planned_piece_by_piece() -> None
     x, ours = torch.randn(512, WIDTH), Logs()
     plan = rematerialize(ours, x, memory_budget="60%")
     assert (plan.rung, bool(plan.num_recomputed)) == ("traced", True)
-    plain = copy.deepcopy(ours)
-    restore(plain)
+    plain = restored(ours)
     peaks: list[int] = []
     for is_verbose, warns in ((True, True), (False, False), (True, True), (True, True), (True, False)):
         plain.is_verbose = ours.is_verbose = is_verbose

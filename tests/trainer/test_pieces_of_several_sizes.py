@@ -1,4 +1,7 @@
-"""Forwards in pieces that are called at several sizes, or with several numbers, beside the run without the callback."""
+"""Forwards in pieces that are called at several sizes, or with several numbers, beside the run without the callback.
+
+They have code of their own: TorchDynamo remembers of any code of which sizes it was called.
+"""
 
 from __future__ import annotations
 
