@@ -35,6 +35,7 @@ KINDS = [
     "no_grad",
     "several",
     "asserts",
+    "choice",
 ]
 
 
@@ -155,6 +156,9 @@ class RandomModule(nn.Module):
         if kind == "asserts":
             assert (a.isnan() | (a.abs() >= 0)).all(), "neither a number nor none"
             return a * 1.25
+        if kind == "choice":  # gradients could flow to what it is made by, and do not
+            chosen = (self.shared(b).sigmoid() * a).argmax(dim=1, keepdim=True)
+            return a * 0.5 + a.gather(1, chosen)
         return part(a)
 
 

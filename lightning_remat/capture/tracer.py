@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
@@ -158,6 +159,12 @@ def traced_graph(
         raise TraceError(
             "it calls torch.utils.checkpoint with use_reentrant=True, which differentiates in its backward"
         )
+    if (asking := next((n for n in graph.nodes if n.target is torch.autograd.grad), None)) is not None:
+        raise TraceError(  # captured with `torch._dynamo.config.trace_autograd_ops`
+            f"{type(module).__name__} calls torch.autograd.grad within its forward, where nothing can be recomputed "
+            f"({_line_of(asking)}). Remedy: leave torch._dynamo.config.trace_autograd_ops off",
+            where=_line_of(asking),
+        )
     records = record(root, values)
     if is_out_of_place:
         if not put_out_of_place(graph, records):
@@ -169,8 +176,11 @@ def traced_graph(
     effects -= read_again(groups, effects, records)
     producer = {n: i for i, g in enumerate(groups) for n in g if n not in effects}
     names: set[str] = set()
-    operations = tuple(_operation(g, k, producer, records, names, effects) for k, g in enumerate(groups))
     returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    dead_ends = _dead_ends(groups, producer, records, returned)
+    operations = tuple(
+        _operation(g, k, producer, records, names, effects, is_dead_end=k in dead_ends) for k, g in enumerate(groups)
+    )
     return TracedModule(
         module,
         graph,
@@ -220,6 +230,25 @@ def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.No
     return frozenset(found)
 
 
+def _dead_ends(
+    groups: list[list[fx.Node]],
+    producer: Mapping[fx.Node, int],
+    records: dict[fx.Node, Record],
+    returned: Collection[fx.Node],
+) -> set[int]:
+    """The operations with gradients that flow to nothing: what reads them leads to no output and to no buffer."""
+    leading: set[int] = set()
+    found: set[int] = set()
+    for k in reversed(range(len(groups))):
+        own = [n for n in groups[k] if n in producer]
+        if not any(records[n].needs_grad or records[n].differentiates for n in own):  # `y[0] = x` has no value
+            continue
+        readers = {producer[u] for n in own for u in n.users if u in producer}
+        is_kept = any(n in returned or any(o.op == "placeholder" for o in records[n].writes) for n in own)
+        (leading if is_kept or not leading.isdisjoint(readers) else found).add(k)
+    return found
+
+
 def _constants(graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
     """The nodes without tensors that a run needs."""
     needed: list[fx.Node] = []
@@ -263,6 +292,8 @@ def _operation(
     records: dict[fx.Node, Record],
     names: set[str],
     effects: frozenset[fx.Node],
+    *,
+    is_dead_end: bool,
 ) -> Operation:
     members = set(parts)
     own = [n for n in parts if n not in effects]
@@ -293,6 +324,7 @@ def _operation(
         effects=effects.intersection(parts),
         is_random=any(records[n].is_random for n in parts),
         is_permuted=any(records[n].is_permuted for n in own),
+        is_dead_end=is_dead_end,
     )
 
 

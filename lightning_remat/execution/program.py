@@ -217,7 +217,7 @@ def with_rests(program: Program, rests: Rests) -> Program:
 def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Rests, variants: list[Program]) -> Program:
     order = Order.of(traced, schedule)
     slot_of = slots(traced)
-    hooked = hooked_operations(schedule, graph, order) - rests.operations
+    hooked = hooked_operations(schedule, graph, order) - rests.operations - traced.dead_ends
     after = constants_after(traced, order.first_runs)
     lines = instructions_of(traced, schedule, graph, hooked, order, after, rests.filled)
     runs_again = [{n for what, n in before if what is Do.RUN_AGAIN} for before in lines.before]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -119,7 +119,8 @@ def compile_operation(operation: Operation, slot_of: Mapping[fx.Node, int], *, i
     parts = [p for p in operation.parts if is_first or p not in operation.effects]
     outputs = [*operation.outputs, *(effect_outputs(operation) if is_first else ())]
     scratch = frozenset[fx.Node]() if is_first else only_written(operation)
-    return _compiled(parts, outputs, slot_of, operation.name, common_contexts(operation.parts), scratch)
+    cut = operation.outputs if operation.is_dead_end else ()
+    return _compiled(parts, outputs, slot_of, operation.name, common_contexts(operation.parts), scratch, cut)
 
 
 def compile_constant(node: fx.Node, slot_of: Mapping[fx.Node, int]) -> Run:
@@ -176,9 +177,8 @@ def compile_stretch(
         if number is not None and not is_first:
             body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
             continue
-        if is_recorded and not is_first:
-            cut = writer.constant(leaf_of)
-            body += [f"{t} = {cut}({t})" for t in (writer.locals[n] for n in outputs)]
+        if is_recorded and (not is_first or (isinstance(item, Operation) and item.is_dead_end)):
+            body += writer.cutting(outputs)
         writer.tabled |= {n for n in outputs if n in seen or last_drop.get(slot_of[n], -1) < position}
         body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in outputs if n in writer.tabled]
         body += [] if number is None else [f"attendant.end({number})"]
@@ -210,10 +210,12 @@ def _compiled(
     name: str,
     common: tuple[Context, ...] = (),
     scratch: frozenset[fx.Node] = frozenset(),
+    cut: Collection[fx.Node] = (),
 ) -> Run:
     writer = _Writer(slot_of, len(common))
     writer.scratch = scratch
     body = [line for part in parts for line in writer.lines(part)]
+    body += writer.cutting(cut)
     returned = "".join(f"{writer.name_of(n)}, " for n in outputs)
     return writer.function([*body, f"return ({returned})"], f"operation {name}")
 
@@ -237,6 +239,11 @@ class _Writer:
         source = "\n".join(["def run(v, tapes=None, attendant=None):", *(f"    {line}" for line in body)])
         exec(compile(source, f"<{name}>", "exec"), self.namespace)
         return self.namespace["run"]
+
+    def cutting(self, nodes: Collection[fx.Node]) -> list[str]:
+        """The lines that cut local values from their graphs."""
+        cut = self.constant(leaf_of) if nodes else ""
+        return [f"{t} = {cut}({t})" for t in (self.locals[n] for n in nodes)]
 
     def value_in(self, slot: int) -> str:
         """The name of a value: a local one, or in the table."""

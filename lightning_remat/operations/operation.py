@@ -24,6 +24,8 @@ class Operation:
         effects: The parts that only write into what lives outside (`num_batches_tracked += 1`): they happen once.
         is_random: Whether it draws random numbers.
         is_permuted: Whether a tensor that it makes has its dimensions in another order in memory.
+        is_dead_end: Whether gradients could flow to it and none will: nothing that reads it leads to an output. What it
+            makes is cut from autograd's graph, which would hold what it saved.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Operation:
     effects: frozenset[fx.Node]
     is_random: bool
     is_permuted: bool
+    is_dead_end: bool
 
     @property
     def external(self) -> tuple[fx.Node, ...]:
@@ -92,6 +95,11 @@ class TracedModule:
     def output_node(self) -> fx.Node:
         """The node that names what the call returns."""
         return next(n for n in reversed(self.fx_graph.nodes) if n.op == "output")
+
+    @property
+    def dead_ends(self) -> frozenset[int]:
+        """The operations whose backward never comes."""
+        return frozenset(n for n, operation in enumerate(self.operations) if operation.is_dead_end)
 
     def fetched(self) -> dict[fx.Node, Any]:
         """The values of the nodes that fetch something from `root`."""

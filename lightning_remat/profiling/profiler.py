@@ -171,6 +171,8 @@ class _Profiler:
         counter = CostCounter(self.device)
         with self._growth() as growth, self._counted(counter):
             values, store = self.runs.run(n, inputs)
+        if operation.is_dead_end:
+            store.tensors.clear()  # gone as soon as it has run
         leaves = tensors_of(values)
         self.runs.leaves[n] = [Leaf.of(t) for t in leaves]
         sources = classify(store.tensors, storage_owners(self.operations, self.runs.leaves, n), self.runs.external)
@@ -194,7 +196,7 @@ class _Profiler:
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
             mutates=tuple(self.traced.owned[n] for n in operation.writes),
-            gradient_bytes=logical_bytes(t for t in leaves if t.requires_grad),
+            gradient_bytes=0 if operation.is_dead_end else logical_bytes(t for t in leaves if t.requires_grad),
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
             num_saved=len(store.tensors),
