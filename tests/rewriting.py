@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
 
 from lightning_remat import Graph, Plan, profile, rematerialize, simulate, trace
-from lightning_remat.execution.program import compile_schedule
+from lightning_remat.execution.assembly import compile_schedule
 from lightning_remat.execution.rewriter import forced, watched
 from lightning_remat.lowering import lower_kept
 from lightning_remat.operations.operation import TracedModule

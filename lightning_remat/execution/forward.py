@@ -24,13 +24,15 @@ from ..operations.saved_tensors import (
     geometry_of,
     likeness_of,
     storage_key,
+    storage_keys,
     tensors_of,
 )
+from .assembly import with_rests
 from .executor import Execution, Reference, Watch
 from .instructions import Do
 from .learning import Learning
 from .places import Place
-from .program import Program, SlotOf, with_rests
+from .program import Program, SlotOf
 from .telling import Keeper
 
 _OUTSIDE = Place(ExternalRef())
@@ -163,7 +165,7 @@ class _Forward:
     def _prove_rests(self) -> None:
         """Where something else holds memory that was given up, nothing rests in further calls."""
         unproven = self.program.rests.unproven
-        known = {key for t in tensors_of(self.values) if (key := storage_key(t)) is not None}
+        known = storage_keys(tensors_of(self.values))
         if any(tensor.is_held(known) for tensor in unproven):
             self.program.use_hooks()
         unproven.clear()

@@ -29,7 +29,8 @@ from ..plans.step_memory import RegionPeaks
 from ..profiling.profiler import profile_call
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from .program import Program, compile_schedule
+from .assembly import compile_schedule
+from .program import Program
 
 logger = logging.getLogger("lightning_remat")
 

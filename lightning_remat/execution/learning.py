@@ -20,6 +20,7 @@ from ..operations.saved_tensors import (
     TapeRef,
     classify,
     storage_key,
+    storage_keys,
     storage_owners,
     tensors_of,
 )
@@ -51,7 +52,7 @@ class Learning:
         self._given = values[:num_given]
         self.given = tensors_of(self._given)
         self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
-        self.external = {key for t in self.given if (key := storage_key(t)) is not None}
+        self.external = storage_keys(self.given)
         # Autograd's nodes of the outputs, by their ages: the nodes would hold what is saved, and some go meanwhile.
         self._ages: dict[int, set[int]] = {}
         self.forms: dict[int, Form] = {}

@@ -23,8 +23,9 @@ from ..profiling.profiler import profile_call
 from ..schedules.graph import Graph, Node, fields_in
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import simulate
+from .assembly import compile_schedule
 from .forward import run_forward
-from .program import Program, compile_schedule
+from .program import Program
 
 _BLOCKS, _WIDTH = 40, 16
 _APART = 2

@@ -52,6 +52,11 @@ def storage_key(tensor: Tensor) -> int | None:
     return None if storage is None else storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
+    """The keys of the storages of tensors."""
+    return {key for t in tensors if (key := storage_key(t)) is not None}
+
+
 def geometry_of(tensor: Tensor) -> Geometry:
     """Size, stride and storage offset."""
     return tensor.size(), tensor.stride(), int(tensor.storage_offset())

@@ -120,7 +120,7 @@ def _knee(peaks: list[int], seconds: list[float]) -> int:
 def _decisions(plan: Plan) -> list[str]:
     """Sentences on what is kept, recomputed and recomputed repeatedly, by kind of operation."""
     graph = plan.graph
-    runs = Counter(action.node for action in plan.schedule if action.kind == "F")
+    runs = plan.schedule.runs()
     seconds: dict[str, float] = {}
     again: dict[str, list[int]] = {}
     kept: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
 from ..operations.operation import TracedModule
-from ..operations.saved_tensors import Leaf, storage_key, tensors_of
+from ..operations.saved_tensors import Leaf, storage_keys, tensors_of
 from .gradient_probe import SavedStore
 
 
@@ -43,7 +43,7 @@ class SingleRuns:
         self.draws = OwnDraws()
         # Elsewhere the mode would only cost the time that is measured.
         self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
-        self.external = {key for t in self.given_tensors() if (key := storage_key(t)) is not None}
+        self.external = storage_keys(self.given_tensors())
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self._last_reader: dict[fx.Node, int] = {}
         for n, operation in enumerate(self.operations):

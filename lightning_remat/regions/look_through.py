@@ -24,9 +24,10 @@ from ..module_state.ambient import Ambient
 from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
+from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, View
 from .phases import Backwards, Span, alive_together
-from .saved_between import SavedBetween, bytes_beside, keys_of
+from .saved_between import SavedBetween, bytes_beside
 from .transforms import hooks_outside_transforms
 
 _MOST_LOOKS = 4
@@ -119,7 +120,7 @@ def _look_through(
     ran: dict[CapturedGraph, Hashable] = {}
     top = _Frame(root, (), {})  # stands for the step itself
     frames = [top]
-    owned = keys_of([*root.parameters(), *root.buffers()])
+    owned = storage_keys([*root.parameters(), *root.buffers()])
     backwards.begin()
     # Of each phase from one backward to the next.
     between = defaultdict[int, list[SavedBetween]](lambda: [SavedBetween(owned)])

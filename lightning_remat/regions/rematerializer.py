@@ -16,8 +16,8 @@ from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import trace, ways_of
 from ..devices import device_of
 from ..errors import TraceError
+from ..execution.assembly import checked_program
 from ..execution.compiling import StretchCompiler
-from ..execution.program import checked_program
 from ..execution.rewriter import Rewriting, compile_programs, install, programs_in, restore
 from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..capture.dynamo import CapturedGraph
 from ..errors import InfeasibleBudgetError, TraceError
+from ..execution.assembly import checked_program
 from ..execution.modified import retried
-from ..execution.program import checked_program
 from ..execution.rewriter import install_regions, restore
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together

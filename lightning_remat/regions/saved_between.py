@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from ..measure.meter import tensor_storage
-from ..operations.saved_tensors import storage_key
-
-
-def keys_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The keys of the storages of tensors."""
-    return {key for t in tensors if (key := storage_key(t)) is not None}
+from ..operations.saved_tensors import storage_key, storage_keys
 
 
 class SavedBetween:
@@ -31,7 +26,7 @@ class SavedBetween:
 
     def own(self, tensors: Iterable[Tensor]) -> None:
         """What is alive throughout, or counted elsewhere."""
-        self.owned |= keys_of(tensors)
+        self.owned |= storage_keys(tensors)
 
     def note(self, tensor: Tensor, returned: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
         """Counts the storage of a saved tensor, unless a call has returned it or it is counted already."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..capture.compiled_by_users import has_compiled_methods, is_compiled
 from ..capture.dynamo import CapturedGraph
 from ..errors import MismatchError, TraceError
-from ..execution.program import Program, checked_program
+from ..execution.assembly import checked_program
+from ..execution.program import Program
 from ..module_state.nesting import flatten
 from ..module_state.refusals import is_sharded, reason_against
 from ..module_state.sharding import is_layer

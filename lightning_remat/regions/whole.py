@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import out_of_place
 from ..errors import InfeasibleBudgetError
+from ..execution.assembly import checked_program
 from ..execution.modified import retried
-from ..execution.program import checked_program
 from ..execution.rewriter import current_plan, forced, install, restore
 from ..lowering import keep_everything
 from ..module_state.nesting import flatten, tensors_in

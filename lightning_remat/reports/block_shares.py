@@ -34,7 +34,7 @@ class BlockShare:
 def block_shares(plan: Plan) -> list[BlockShare]:
     """Every module's part, in the order in which they run."""
     graph = plan.graph
-    runs = Counter(action.node for action in plan.schedule if action.kind == "F")
+    runs = plan.schedule.runs()
     read = {graph.roots[i] for node in graph.nodes for i in node.saved}
     names, block_of = blocks([node.name for node in graph.nodes])
     shares: list[BlockShare] = []

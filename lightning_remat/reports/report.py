@@ -65,7 +65,7 @@ def candidates_table(candidates: tuple[Candidate, ...], choice: str) -> Table:
 
 def kept_and_recomputed(plan: Plan) -> tuple[list[int], list[int]]:
     """The nodes that hold memory and run once, and the nodes that run again."""
-    runs = Counter(action.node for action in plan.schedule if action.kind == "F")
+    runs = plan.schedule.runs()
     recomputed = [n for n, count in sorted(runs.items()) if count > 1]
     kept = [
         n

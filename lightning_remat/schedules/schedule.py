@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
@@ -55,6 +56,10 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self.actions)
+
+    def runs(self) -> Counter[int]:
+        """How often each node runs, its first run included."""
+        return Counter(node for kind, node in self.actions if kind == "F")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:

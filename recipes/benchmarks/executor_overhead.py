@@ -15,7 +15,7 @@ import torchvision
 from torch import Tensor, nn
 
 from lightning_remat import plan, profile, trace
-from lightning_remat.execution.program import compile_schedule
+from lightning_remat.execution.assembly import compile_schedule
 from lightning_remat.execution.rewriter import forced
 
 

@@ -25,7 +25,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_remat import InfeasibleBudgetError, Plan, TraceError, measure_peak, plan, profile, rematerialize, trace
-from lightning_remat.execution.program import compile_schedule
+from lightning_remat.execution.assembly import compile_schedule
 from lightning_remat.execution.rewriter import forced
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

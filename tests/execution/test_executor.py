@@ -19,9 +19,9 @@ from uses import same
 from lightning_remat import ScheduleError, is_recomputing, profile, simulate, trace
 from lightning_remat.capture.tracer import recapture
 from lightning_remat.execution import executor as executor_module
+from lightning_remat.execution.assembly import compile_schedule
 from lightning_remat.execution.forward import run_forward
 from lightning_remat.execution.instructions import Order, hooked_operations
-from lightning_remat.execution.program import compile_schedule
 from lightning_remat.lowering import apply_liveness, lower_kept
 from lightning_remat.schedules.graph import Node, fields_in
 from lightning_remat.schedules.schedule import Schedule

@@ -20,7 +20,8 @@ from lightning_remat.planners._auto.window_simulator import (
     replay,
     work_for,
 )
-from lightning_remat.planners._auto.windows import schedule_of, windows_of
+from lightning_remat.planners._auto.windows import codes_of, windows_of
+from lightning_remat.schedules.arrays import decode
 from lightning_remat.schedules.gradients import gradient_levels
 
 
@@ -47,7 +48,7 @@ def test_equals_the_simulator(graph: Graph, seed: int) -> None:
     problem, windows = pack(graph), random_windows(graph, rng)
     work = work_for(problem)
     peak, seconds, num_actions = replay(problem, windows, work)
-    schedule = schedule_of(graph, problem, windows, work)
+    schedule = decode(graph, codes_of(problem, windows, work))
     simulation = simulate(graph, schedule)
     assert peak == simulation.peak_bytes
     assert seconds == pytest.approx(simulation.seconds)
@@ -89,7 +90,9 @@ def test_a_window_over_the_turning_point_is_a_recomputation() -> None:
     problem = pack(graph)
     windows = no_windows(problem)
     assert bar(windows, 1, 2, 6)  # absent from the end of F2 until the backward of node 1
-    assert str(schedule_of(graph, problem, windows, work_for(problem))) == "F0 F1 F2 D1 F3 B3 D3 B2 D2 F1 B1 D1 B0 D0"
+    assert (
+        str(decode(graph, codes_of(problem, windows, work_for(problem)))) == "F0 F1 F2 D1 F3 B3 D3 B2 D2 F1 B1 D1 B0 D0"
+    )
 
 
 def test_gaps_are_the_moves_between_held_and_absent() -> None:

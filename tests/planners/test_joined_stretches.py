@@ -17,14 +17,21 @@ from random_graphs import graphs, schedules
 from lightning_remat import Graph, Node, Schedule, simulate
 from lightning_remat.lowering import lower_kept
 from lightning_remat.planners._auto.front_search import front_of
-from lightning_remat.planners._auto.stretches import with_stretches_joined
+from lightning_remat.planners._auto.residents import costs_of
+from lightning_remat.planners._auto.stretches import stretches_joined
 from lightning_remat.planners.auto import plan_auto
+from lightning_remat.schedules.arrays import decode, encode
 from lightning_remat.schedules.compiled_simulator import Judge
 from lightning_remat.schedules.schedule import Action
 
 
 def runs(schedule: Schedule) -> Counter[Action]:
     return Counter(action for action in schedule if action.kind in "FB")
+
+
+def with_stretches_joined(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    joined = stretches_joined(costs_of(graph), encode(graph, schedule), budget_bytes)
+    return decode(graph, joined) if len(joined) else schedule
 
 
 def every_third_kept(length: int) -> tuple[Graph, Schedule]:

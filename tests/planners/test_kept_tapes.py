@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_remat import Graph, Node, simulate
-from lightning_remat.planners._auto.tapes import with_tapes_kept
+from lightning_remat.planners._auto.residents import costs_of
+from lightning_remat.planners._auto.tapes import tapes_kept
 from lightning_remat.planners.auto import plan_auto
+from lightning_remat.schedules.arrays import decode, encode
 from lightning_remat.schedules.schedule import Action, Schedule
 
 
@@ -27,6 +29,11 @@ def _norms(tapes: tuple[int, ...]) -> Graph:
             for n, tape in enumerate(tapes)
         )
     )
+
+
+def with_tapes_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    kept = tapes_kept(costs_of(graph), encode(graph, schedule), budget_bytes)
+    return decode(graph, kept) if len(kept) else schedule
 
 
 def _discarded_early(schedule: Schedule) -> set[int]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ...budget import ALL_BYTES
-from ...schedules.arrays import BACKWARD, RUN, decode, encode
+from ...schedules.arrays import BACKWARD, RUN
 from ...schedules.compiled import Ints, Small, njit
-from ...schedules.graph import Graph
-from ...schedules.schedule import Schedule
-from .residents import BOTH, Costs, State, Uses, before_all, costs_of, do, go_back, uses_of, write
+from .residents import BOTH, Costs, State, Uses, before_all, do, go_back, uses_of, write
 
 
-def with_stretches_joined(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+@njit
+def stretches_joined(costs: Costs, actions: Small, limit: int) -> Small:
     """The same runs, with stretches of the backward moved up to the end of an earlier one as long as they fit.
 
     From the first stretch on, each takes in as many of those after it as fit. What is alive between groups does not
@@ -24,17 +23,13 @@ def with_stretches_joined(graph: Graph, schedule: Schedule, budget_bytes: int) -
     stretches changes: it is never slower.
 
     Args:
-        graph: The operations.
-        schedule: Valid, its backwards in the reverse order of the nodes.
-        budget_bytes: The true peak that must not be exceeded further than the schedule does as it is.
+        costs: Of the operations.
+        actions: A valid schedule as numbers, its backwards in the reverse order of the nodes.
+        limit: The true peak in bytes that must not be exceeded further than the schedule does as it is.
+
+    Returns:
+        The schedule as numbers; none where there is nothing to join.
     """
-    joined = stretches_joined(costs_of(graph), encode(graph, schedule), budget_bytes)
-    return decode(graph, joined) if len(joined) else schedule
-
-
-@njit
-def stretches_joined(costs: Costs, actions: Small, limit: int) -> Small:
-    """The same of actions as numbers; none where there is nothing to join."""
     uses = uses_of(costs.arrays, actions)
     ends = _ends_of_stretches(uses)
     state = before_all(costs, uses)

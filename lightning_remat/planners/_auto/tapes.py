@@ -5,31 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from ...budget import ALL_BYTES
-from ...schedules.arrays import DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode
+from ...schedules.arrays import DISCARD, DISCARD_TAPE, RUN, GraphArrays
 from ...schedules.compiled import Ints, Small, njit
-from ...schedules.graph import Graph
-from ...schedules.schedule import Schedule
-from .residents import BOTH, Costs, before_all, costs_of, do, uses_of, write
+from .residents import BOTH, Costs, before_all, do, uses_of, write
 
 
-def with_tapes_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+@njit
+def tapes_kept(costs: Costs, actions: Small, limit: int) -> Small:
     """The same runs, with as many of the discarded tapes kept as fit, the smallest first.
 
     A batch norm or a layer norm has a tape of a few numbers a channel or a row; without it the executor must catch what
     a recomputation saves, and hook all that the first run does.
 
     Args:
-        graph: The operations.
-        schedule: Valid, its backwards in the reverse order of the nodes, and within the budget.
-        budget_bytes: The true peak that must not be exceeded.
+        costs: Of the operations.
+        actions: A valid schedule as numbers, its backwards in the reverse order of the nodes, and within the budget.
+        limit: The true peak in bytes that must not be exceeded.
+
+    Returns:
+        The schedule as numbers; none where no tape is to be kept.
     """
-    kept = tapes_kept(costs_of(graph), encode(graph, schedule), budget_bytes)
-    return decode(graph, kept) if len(kept) else schedule
-
-
-@njit
-def tapes_kept(costs: Costs, actions: Small, limit: int) -> Small:
-    """The same of actions as numbers; none where no tape is to be kept."""
     uses = uses_of(costs.arrays, actions)
     state = before_all(costs, uses)
     do(costs, uses, state, 0, len(uses.codes) - 1, BOTH, 0, ALL_BYTES)

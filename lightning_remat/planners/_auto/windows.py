@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...lowering import discard_at_last_use
-from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, decode, encode, graph_arrays
+from ...schedules.arrays import BACKWARD, DISCARD, DISCARD_TAPE, RUN, GraphArrays, encode, graph_arrays
 from ...schedules.compiled import Flags, Small, njit
 from ...schedules.graph import Graph
 from ...schedules.schedule import Schedule
@@ -13,13 +13,8 @@ from ...schedules.uses import last_reads
 from .window_simulator import NONE, NUM_WINDOWS, Problem, Work, no_windows, replay
 
 
-def schedule_of(graph: Graph, problem: Problem, windows: Small, work: Work) -> Schedule:
-    """The schedule that `windows` describe, every discard right after the last use."""
-    return decode(graph, codes_of(problem, windows, work))
-
-
 def codes_of(problem: Problem, windows: Small, work: Work) -> Small:
-    """The same as actions as numbers."""
+    """The schedule that `windows` describe, as numbers: every discard stands right after the last use."""
     _, _, num_actions = replay(problem, windows, work)
     assert num_actions, "a schedule that was accepted is not too long"
     codes = _with_discards(problem.arrays, work.action[:num_actions], work.made[:num_actions])
