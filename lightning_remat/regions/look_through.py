@@ -22,7 +22,7 @@ from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import all_ranks, together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import extents_of, flatten, tensors_in
-from ..module_state.refusals import transform_in_the_way
+from ..module_state.refusals import reason_against, transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
 from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, View
@@ -373,13 +373,16 @@ def _through(frame: _Frame) -> _Frame:
 
 def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
     if modules is None:
-        return list(whole_parts(root)) if has_units(root) else list(names)
+        found = list(whole_parts(root)) if has_units(root) else list(names)
+        return [m for m in found if not isinstance(m, torch.jit.ScriptModule)]  # which takes no hooks
     by_name = dict(submodules(root))
     resolved: list[nn.Module] = []
     for item in modules:
         module = by_name.get(item) if isinstance(item, str) else item
         if module is None or module not in names:
             raise ValueError(f"modules names {item!r}, which is no submodule of {type(root).__name__}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"modules names {names[module]!r}: {reason_against(module)}")
         resolved.append(module)
     for outer in resolved:
         for inner in resolved:

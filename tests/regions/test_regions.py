@@ -101,6 +101,17 @@ def test_wrong_modules(modules: list[str], message: str) -> None:
         find_calls(root, lambda: root(X), modules)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_what_torch_jit_has_compiled_is_looked_past() -> None:
+    """As a teacher that is loaded beside the network that learns."""
+    root = Root(None)
+    root.teacher = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    (call,) = find_calls(root, lambda: root(X) + root.teacher(X).sum())
+    assert call.name == "net"
+    with pytest.raises(ValueError, match=r"'teacher'.*is a ScriptModule. Remedy: rematerialize the module before"):
+        find_calls(root, lambda: root(X), ["teacher"])
+
+
 def test_nothing_to_train() -> None:
     root = Root(None)
     with pytest.raises(ValueError, match=r"no submodule with parameters.*modules="):
