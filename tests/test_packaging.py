@@ -53,7 +53,7 @@ def test_the_wheel_is_whole_and_imports_without_the_extras(tmp_path):
         "import torch, lightning_remat\n"
         f"assert lightning_remat.__file__.startswith({str(site)!r})\n"
         "net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))\n"
-        "plan = lightning_remat.rematerialize(net, torch.randn(4096, 8), memory_budget='70%')\n"
+        "plan = lightning_remat.rematerialize(net, torch.randn(4096, 8), memory_budget='90%', planner='periodic')\n"
         "assert plan.peak_bytes < plan.plain.peak_bytes\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -114,7 +114,7 @@ class CandidateSearch:
                     self.pool = self.pool.added(planned)
                 step = planned if step is None or planned.seconds <= step.seconds else step
             except InfeasibleBudgetError as error:
-                self.error, needed = error, error.sufficient_bytes
+                self.error, needed = error.with_traceback(None), error.sufficient_bytes
         if step is None:
             assert needed is not None, "neither a plan nor a reason"
             is_memory = needed > budget

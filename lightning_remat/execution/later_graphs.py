@@ -12,6 +12,7 @@ from itertools import product
 from operator import gt, le
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..budget import format_bytes
@@ -163,7 +164,7 @@ class LaterGraphs:
         None where it runs as it is, as one does of which nothing is differentiated, or by the program that it has had
         for something smaller.
         """
-        if not any(t.requires_grad for t in tensors_in(values)):
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(values)):
             return None
         if (newcomer := self.newcomers.get(graph)) is not None:
             newcomer.sizes = [*map(max, newcomer.sizes, _sizes_in(values))]
@@ -231,7 +232,8 @@ class LaterGraphs:
         """The profile of a graph; None where there is no memory for that."""
         self.num_profiled += 1
         try:
-            return owning_nothing(profile_call(traced, values, given, repeats=1))
+            # In the midst of a step, whose budget holds meanwhile.
+            return owning_nothing(profile_call(traced, values, given, repeats=1, together_bytes=0))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

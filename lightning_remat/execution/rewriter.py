@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import types
 import warnings
@@ -103,12 +104,15 @@ class _Rewritten:
             )
         divided = forward_of(module, is_whole=False)
         self._num_breaks += 1
-        if self._num_breaks == _MOST_BREAKS:
-            self._forward = divided
+        self._forward = divided if self._num_breaks == _MOST_BREAKS else forward
         return self._call(divided, module, args, kwargs)
 
     def _call(self, forward: CompiledForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
+        known = len(self.programs)
+        found = forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
+        if len(self.programs) > known:  # what failed on the way holds frames, and these what the step has made
+            gc.collect()
+        return found
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self.later.parameters:

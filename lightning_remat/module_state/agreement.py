@@ -61,9 +61,12 @@ def told_by_first(compute: Callable[[], T], broadcast: Callable[[object], Any], 
         except Exception as error:  # raised below, on every process
             outcome = None, error
     value, error = broadcast(outcome)
-    if error is not None:
+    if error is None:
+        return value
+    try:
         raise error
-    return value
+    finally:
+        del outcome, error  # which hold this frame, and with it all that the caller holds
 
 
 def all_ranks(module: nn.Module, value: T) -> list[T]:

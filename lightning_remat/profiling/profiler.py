@@ -41,7 +41,7 @@ from .gradient_owners import GradientOwners
 from .gradient_probe import GradientProbe, has_several_backwards
 from .layouts import Layouts, gradient_layouts
 from .single_runs import SingleRuns
-from .timing import Timing
+from .timing import TOGETHER_BYTES, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def profile_call(
     repeats: int = 5,
     with_scratch: bool = False,
     with_kernels: bool = True,
+    together_bytes: int = TOGETHER_BYTES,
 ) -> Graph:
     """What `profile` returns, of a call whose values are known.
 
@@ -105,6 +106,7 @@ def profile_call(
         repeats: See `profile`, as for the others.
         with_scratch: Whether workspaces include what kernels use beside tensors.
         with_kernels: Whether they include what kernels allocate inside themselves.
+        together_bytes: What operations may hold whose backwards are timed together: none where memory is short.
     """
     values, fake = [silent(v) for v in values], next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
@@ -131,7 +133,7 @@ def profile_call(
         nodes = [profiler.measure(n) for n in range(len(traced.operations))]
         nodes = profiler.owners.settled(profiler.held_by_autograd_alone(nodes))
         if fake is None:
-            nodes = Timing(runs, nodes, device, profiler.probe).timed(repeats)
+            nodes = Timing(runs, nodes, device, profiler.probe, together_bytes).timed(repeats)
     return Graph(
         nodes,
         input_bytes=storage_bytes(given),

@@ -22,7 +22,7 @@ from .gradient_probe import GradientProbe
 from .single_runs import SingleRuns
 
 _TIMING_SECONDS = 10.0  # after which no further pass over the operations begins
-_TOGETHER_BYTES = 2**24
+TOGETHER_BYTES = 2**24
 """What the operations may hold whose backwards are timed together: little, where there is no memory to spare."""
 
 _SHORT_SECONDS = 1e-3  # of forward and backward, which the state of the caches changes
@@ -41,6 +41,7 @@ class Timing:
         nodes: Their bytes.
         device: Where they run.
         probe: Runs the backward of one, given its number, its outputs and the targets.
+        together_bytes: What the operations may hold whose backwards are timed together.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Timing:
         nodes: Sequence[Node],
         device: torch.device,
         probe: Callable[[int, list[Any], list[Tensor]], GradientProbe],
+        together_bytes: int = TOGETHER_BYTES,
     ) -> None:
         self.runs, self.nodes, self.device, self.probe = runs, nodes, device, probe
+        self.together_bytes = together_bytes
         self.changed: set[int] = set()  # operations that return what they changed in place
         self.num_calls = [0] * len(nodes)  # for which an operation waits until `runs.draws` has been asked
         self.asking: list[float] = []  # seconds that it takes to ask about one
@@ -143,7 +146,7 @@ class Timing:
         start, held = 0, 0
         for n, node in enumerate(self.nodes):
             own = node.output_bytes + node.tape_bytes + node.parameter_bytes + node.input_gradient_bytes
-            if n > start and (held + own > _TOGETHER_BYTES or not alone.isdisjoint((n - 1, n))):
+            if n > start and (held + own > self.together_bytes or not alone.isdisjoint((n - 1, n))):
                 yield range(start, n)
                 start, held = n, 0
             held += own

@@ -195,8 +195,10 @@ def _peak_of_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     gathered = [module] if has_units(module) else []  # what its units gather is asked of the module
     with undone, measure_growth(device, include=[*alive, *gathered]) as growth:
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
+        losses = [t for t in outputs if not t.dim()]  # every loop holds them, `mse_loss`'s in the memory of its input
         if outputs:
             run_backward(outputs, targets, torch.ones_like, is_sharded=has_units(module), loss_shape=shape)
+        del losses
     return storage_bytes(alive) + growth.peak_bytes
 
 

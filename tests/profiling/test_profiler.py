@@ -10,8 +10,10 @@ from training_steps import step_peak
 
 from benchmarks.peaks import LOSS_BYTES
 from lightning_remat import TraceError, profile, simulate, trace
+from lightning_remat.capture.tracer import recapture
 from lightning_remat.lowering import lower_kept
 from lightning_remat.module_state.own_draws import OwnDraws
+from lightning_remat.profiling.profiler import profile_call
 
 
 class Block(nn.Module):
@@ -282,10 +284,10 @@ def test_backwards_that_hold_little_are_timed_as_they_follow_one_another(
     clock = Clock(range(0))
     CLOCKS.append(clock)
     monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr("lightning_remat.profiling.timing._TOGETHER_BYTES", together_bytes)
     x = torch.randn(3, requires_grad=True)
     traced = trace(nn.Sequential(*(Cold() for _ in range(4))), x)
-    assert [1e6 * n.backward_seconds for n in profile(traced, x).nodes] == pytest.approx(expected)
+    graph = profile_call(*recapture(traced, (x,), {}), [x], together_bytes=together_bytes)
+    assert [1e6 * n.backward_seconds for n in graph.nodes] == pytest.approx(expected)
 
 
 class Drawing(nn.Module):

@@ -11,6 +11,7 @@ from least_budgets import least_budget, rematerialized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_remat import measure_peak
 from lightning_remat.regions import step_run
 from lightning_remat.regions.step_run import run_backward, step_outcome
 
@@ -54,6 +55,25 @@ def test_a_thread_draws_as_if_it_were_alone() -> None:
     with drawing_beside():
         for _ in range(2):
             step_run.step_peak(module, (X,), {}, is_module_alone=True)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.GELU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.net(x), x)
+
+
+def test_a_loss_is_held_as_loops_hold_it() -> None:
+    """That of `mse_loss` is a number in as much memory as its input takes, on the CPU."""
+    module = Autoencoder()
+    with measure_peak(include=[module, X]) as measured:
+        loss = module(X)
+        loss.backward()
+    found = step_run.step_peak(module, (X,), {}, is_module_alone=True)
+    assert abs(found - measured.peak_bytes) <= loss.element_size()
 
 
 def block() -> nn.Module:
