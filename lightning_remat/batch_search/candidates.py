@@ -178,6 +178,11 @@ class CandidateSearch:
         self.model = self.model.corrected(excess_bytes, size)
         self.trials, self.steps = {}, {}
 
+    def know_plain(self, step: StepPlan, size: int) -> None:
+        """The step without recomputation was executed; what was planned before that was known is stale."""
+        self.plain_steps[size] = step
+        self.trials, self.steps = {}, {}
+
     def recount(self, free_bytes: int) -> None:
         """The device has that much now: less than before where libraries keep memory (code for each new shape)."""
         if free_bytes < self.free_bytes:

@@ -99,9 +99,9 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
         except InfeasibleBudgetError as error:
             if good is not None:
                 break
-            if num_steps or lowest or error.minimum_bytes <= (error.budget_bytes or 0):
+            if search.plain_steps or lowest or error.minimum_bytes <= (error.budget_bytes or 0):
                 raise
-            num_steps += _measure_before_refusing(trial, search)
+            num_steps += _measure_before_refusing(trial, search, with_leanest=not num_steps)
             choice = trial.share(search.choose)
         choice = _reserved(trial, search, choice)
         size, step = choice.batch_size, choice.step
@@ -155,15 +155,17 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
     )
 
 
-def _measure_before_refusing(trial: Trial, search: CandidateSearch) -> int:
+def _measure_before_refusing(trial: Trial, search: CandidateSearch, *, with_leanest: bool) -> int:
     """Executes the plain step and the leanest one, and corrects what is predicted by them; how many steps were run.
 
-    What the code between the regions takes for a moment no profile tells, and of what it saves none when it goes.
+    What the code between the regions takes for a moment no profile tells, and of what it saves none when it goes. After
+    a planned step was executed what is predicted of others is correct, but not of the plain one, which has no hooks.
     """
     free, size = search.free_bytes, search.sizes[0]
     plain = trial.share(lambda: search.model.plan(size, ALL_BYTES, "keep_all"))
     choices = [] if plain.predicted_peak_bytes > free else [Choice(size, "", plain, free, ())]
-    choices.append(trial.share(search.leanest)._replace(budget_bytes=free))
+    if with_leanest:
+        choices.append(trial.share(search.leanest)._replace(budget_bytes=free))
     num_steps = 0
     for choice in choices:
         modules, measured, num_more = execute(trial, choice, search.settings)
@@ -173,7 +175,7 @@ def _measure_before_refusing(trial: Trial, search: CandidateSearch) -> int:
             continue
         excess = excess_of(trial, search.settings, choice.step, measured)
         if choice.step is plain:
-            search.plain_steps[size] = plain.corrected(excess)
+            search.know_plain(plain.corrected(excess), size)
         elif measured > choice.step.surroundings.optimizer_step_bytes:
             search.correct(excess, size)
     return num_steps

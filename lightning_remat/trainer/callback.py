@@ -344,7 +344,8 @@ class Rematerialization(Callback):
             rank_zero_warn(
                 f"a training step needed {format_bytes(reading.peak_bytes or 0)}, more than the budget of "
                 f"{format_bytes(result.budget_bytes)}: it did more than the step that was planned (second derivatives, "
-                "layers that were left out then). Remedy: begin with a step that does all, or lower memory_budget"
+                "layers that were left out then), or planned something new. Remedy: begin with a step that does all, "
+                "or lower memory_budget"
             )
         metrics: dict[str, float] = {f"remat/{name}": getattr(result, name) for name in _LOGGED}
         metrics["remat/step_seconds"] = reading.step_seconds
