@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from ..capture.never_captured import never_captured
 from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
@@ -106,6 +107,7 @@ class Execution:
         self.num_done = 0  # of program.busy
         self.lock = threading.RLock()
 
+    @never_captured
     def unpack(self, reference: Reference) -> Tensor:
         """The tensor for which the backward of an operation asks.
 
@@ -140,9 +142,8 @@ class Execution:
         """After the last read of a value by a backward it lives only as long as this backward."""
         if place.fellows:
             self.read.add((n, number))
-            for fellow in place.fellows:
-                if (n, fellow) not in self.read:
-                    return
+            if not self.read.issuperset((n, fellow) for fellow in place.fellows):
+                return
         self.drop(cast(OutputRef, place.source).operation)
 
     def _governed(self, n: int, number: int, place: Place) -> Tensor:
@@ -295,11 +296,11 @@ class Execution:
                     set_grad_enabled(True)
 
     def _run(self, stretch: Stretch, attended: frozenset[int]) -> None:
-        if not attended:
+        if attended:
+            with Attended(self) as attendant:
+                stretch(self.values, self.tapes, attendant)
+        else:
             stretch(self.values, self.tapes)
-            return
-        with Attended(self) as attendant:
-            stretch(self.values, self.tapes, attendant)
 
     def _is_as_before(self, stretch: Again) -> bool:
         """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""

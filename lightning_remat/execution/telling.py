@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture.never_captured import never_captured
 from .executor import Execution
 
 
@@ -53,12 +54,14 @@ class Keeper:
         for node in sources:
             node.register_prehook(self.enter)
 
+    @never_captured
     def arrive_before(self, n: int, _gradients: Any) -> None:
         """The backward of `n` begins."""
         execution = self.reference()
         if execution is not None:  # else no backward of it reads anything any more
             execution.arrive(n)
 
+    @never_captured
     def enter(self, _gradients: Any) -> None:
         """A backward comes in from outside."""
         if torch.is_grad_enabled() and (execution := self.execution) is not None:  # it is differentiated itself
