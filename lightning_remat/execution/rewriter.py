@@ -110,7 +110,7 @@ class _Rewritten:
     def _call(self, forward: CompiledForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = len(self.programs)
         found = forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
-        if len(self.programs) > known:  # what failed on the way holds frames, and these what the step has made
+        if len(self.programs) > known and not forward.is_whole:  # where it broke errors hold frames, and these the step
             gc.collect()
         return found
 

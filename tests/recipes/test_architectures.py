@@ -14,8 +14,6 @@ QUICK = ("mobilenet_v3_small", "nn.LSTM")
 SLOW = (
     "densenet121",
     "shufflenet_v2_x1_0",
-    "swin_v2_t",
-    "fcn_resnet50",
     "test_nfnet",
     "edgenext_xx_small",
     "levit_128s",
@@ -23,7 +21,6 @@ SLOW = (
     "bert (ForSequenceClassification)",
     "gemma2 (ForCausalLM)",
     "gpt2 (ForCausalLM)",
-    "squeezebert (ForMaskedLM)",
     "wav2vec2",
     "UNet2DModel",
 )
