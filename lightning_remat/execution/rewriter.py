@@ -30,8 +30,7 @@ from .later_graphs import Call, LaterGraphs, Part, is_worth
 from .program import Program
 
 _STATE = "_rematerialization"
-_REPLICATE = "_replicate_for_data_parallel"
-_GET_STATE = "__getstate__"
+_REPLICATE, _GET_STATE = "_replicate_for_data_parallel", "__getstate__"
 _BOUND = ("forward", _REPLICATE, _GET_STATE)
 """What a rewritten module has instead of its class's."""
 
@@ -104,7 +103,8 @@ class _Rewritten:
             )
         divided = forward_of(module, is_whole=False)
         self._num_breaks += 1
-        self._forward = divided if self._num_breaks == _MOST_BREAKS else forward
+        if self._num_breaks == _MOST_BREAKS:
+            self._forward = divided
         return self._call(divided, module, args, kwargs)
 
     def _call(self, forward: CompiledForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
