@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from remat_runs import Classifier, Images, Peaks, Reader, run, seeded
+from remat_runs import Classifier, Images, Peaks, Reader, network, run, seeded
+from synchronized_kernels import HostSyncBatchNorm
+from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_remat.batch_search.search as search
@@ -52,8 +54,19 @@ def main(folder: Path) -> None:
     fit(folder, "search", Rematerialization("periodic", margin=0.0))
     views = DDPStrategy(gradient_as_bucket_view=True)
     fit(folder, "views", Rematerialization("periodic", memory_budget="80%", batch_size="keep"), strategy=views)
+    fit(folder, "plain-synchronized", factory=Synchronized)
+    callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
+    fit(folder, "synchronized", callback, factory=Synchronized)
     fit_texts(folder)
     fit_resumed(folder)
+
+
+class Synchronized(Sharded):
+    """Ranks share the statistics of their batch norms."""
+
+    def __init__(self) -> None:
+        layers = [HostSyncBatchNorm(16) if isinstance(layer, nn.BatchNorm2d) else layer for layer in network()]
+        super().__init__(nn.Sequential(*layers))
 
 
 class Texts(Reader):

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from rewriting import rewrite
 from sharded_nets import counted
+from synchronized_kernels import HostSyncBatchNorm
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import rematerialize
@@ -84,6 +86,55 @@ def sync_batch_norm() -> None:
     assert messages[0] in messages[1], messages
 
 
+class Synchronized(nn.Module):
+    """Blocks whose norms exchange statistics; one of them is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), HostSyncBatchNorm(4), nn.ReLU()) for _ in range(6))
+        )
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def synchronized() -> None:
+    """Processes with batches of different sizes, which plan alone, and exchange no more than in plain steps."""
+    torch.manual_seed(1)
+    plain = Synchronized()
+    ours = copy.deepcopy(plain)
+    torch.manual_seed(2 + dist.get_rank())
+    batches = [torch.randn(6 + 2 * dist.get_rank(), 4, 12, 12, requires_grad=True) for _ in range(4)]
+    with counted(dist, "all_gather") as exchanged, counted(dist, "all_reduce") as summed:
+        made = rematerialize(ours, batches[0], memory_budget="60%", self_check=True)
+    assert not exchanged
+    assert not summed
+    assert made.num_recomputed
+    assert made.peak_bytes <= made.budget_bytes
+    assert abs(made.correction_bytes) < 0.01 * made.peak_bytes
+    with FakeTensorMode():
+        fake = rematerialize(Synchronized(), torch.empty(batches[0].shape, requires_grad=True), memory_budget="60%")
+    assert [n.output_bytes + n.tape_bytes for n in fake.graph.nodes] == [
+        n.output_bytes + n.tape_bytes for n in made.graph.nodes
+    ]
+    outcomes: list[list[Tensor]] = []
+    for module in (plain, ours):
+        found: list[Tensor] = []
+        with counted(dist, "all_gather") as exchanged, counted(dist, "all_reduce") as summed:
+            for batch in batches:
+                found += torch.autograd.grad(module(batch).square().mean(), [batch, *trained(module)])
+                found += [b.clone() for b in module.buffers()]
+        assert (len(exchanged), len(summed)) == (6 * len(batches), 6 * len(batches))
+        outcomes.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def trained(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def sharded_later() -> None:
     """A module that is rewritten first: its parameters lie gathered when it recomputes."""
     from torch.distributed.fsdp import fully_shard
@@ -112,6 +163,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "no_sync": lambda: compare(accumulate=3, all_outputs=True),
     "unused": lambda: compare(accumulate=1, all_outputs=False),
     "sync_batch_norm": sync_batch_norm,
+    "synchronized": synchronized,
     "sharded_later": sharded_later,
     "ddp": ddp_itself_is_refused,
 }

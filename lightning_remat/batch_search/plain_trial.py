@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..budget import Budget
+from ..capture.synchronized_norms import unsynchronized
 from ..devices import device_of
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
@@ -210,7 +211,7 @@ class PlainTrial:
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0
-        with self.undone(), ExitStack() as stack:
+        with self.undone(), unsynchronized(), ExitStack() as stack:
             batch = self.batch_of(batch_size)
             if self.within is not None:
                 held = storage_bytes(held_tensors(self.module, self.optimizers, batch))

@@ -39,6 +39,7 @@ from . import (
     in_pythons_order,
     numpy_as_it_is,
     quiet,
+    synchronized_norms,
 )
 from .capture_error import CaptureError, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
@@ -258,6 +259,7 @@ _WHILE_CAPTURING = SharedSettings(
     *numpy_as_it_is.CHANGES,
     *in_pythons_order.CHANGES,
     *hook_guards.CHANGES,
+    *synchronized_norms.CHANGES,
 )
 
 

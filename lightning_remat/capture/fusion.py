@@ -10,6 +10,7 @@ from typing import Any
 from networkx.utils import UnionFind  # pyright: ignore[reportMissingTypeStubs]
 from torch import fx
 
+from ..operations.synchronized import shares_statistics
 from .aliasing import Record
 
 Group = list[fx.Node]
@@ -127,14 +128,15 @@ def _join_effects(
 ) -> None:
     """Every effect with the next operation; with the one before where the next reads what it writes, or is none.
 
-    Effects that draw random numbers stay apart: an operation that runs again without them would draw what they drew.
+    Effects that draw random numbers stay apart: an operation that runs again without them would draw what they drew. So
+    do those that make something of their own, which it would miss.
     """
     places = [k for k, n in enumerate(nodes) if n not in effects]
     for before, after in pairwise([-1, *places, len(nodes)]):
         between = nodes[before + 1 : after]
         written = {owner for n in between for owner in records[n].writes}
         is_read = after == len(nodes) or not written.isdisjoint(_owners_read(nodes[after], records))
-        if any(records[n].is_random for n in between):
+        if any(records[n].is_random or shares_statistics(n) for n in between):
             join(between)
         elif before >= 0 and is_read:
             join([nodes[before], *between])

@@ -16,6 +16,7 @@ from ..module_state.nesting import extents_of, tensors_in
 from ..operations.contexts import lift_contexts
 from ..operations.functions import differentiates_in_its_backward, replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
+from ..operations.synchronized import shares_statistics
 from .aliasing import Record, record
 from .capture_error import CaptureError, where_of
 from .dynamo import CapturedGraph, CompiledForward, forward_of
@@ -223,7 +224,7 @@ def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.No
             continue
         writes = records[n].writes
         is_effect = bool(writes) and all(o.op == "placeholder" for o in writes) and not records[n].owns
-        is_effect |= returns_nothing(n) and not writes
+        is_effect |= (returns_nothing(n) and not writes) or shares_statistics(n)
         serves = bool(n.users) and found.issuperset(n.users) and records[n].has_tensors and not writes
         if is_effect or serves:
             found.add(n)

@@ -14,6 +14,7 @@ from ..operations.contexts import common_contexts
 from ..operations.evaluation import compile_constant, compile_operation, effect_outputs, only_written, slots
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.operation import TracedModule
+from ..operations.synchronized import shares_statistics
 from ..plans.plan import Plan
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -200,11 +201,12 @@ def _step(
     own = [p for p in operation.parts if p not in operation.effects]
     read = tuple(dict.fromkeys(i for p in own for i in p.all_input_nodes if i not in operation.parts))
     made = [i for i in read if i in traced.producer]
-    # Effects that others read live in the storage of what they write.
-    written = traced.written | {i for i in read if any(i in o.effects for o in traced.operations)}
+    # Effects that others read live in the storage of what they write, which statistics that are shared do not.
+    effects = {i for i in read if any(i in o.effects for o in traced.operations)}
+    written = traced.written.union(i for i in effects if not shares_statistics(i))
     external = [i for i in read if i.op == "placeholder" or i in written]
     kept = tuple(slot_of[i] for i in external if i in written and i not in only_written(operation))
-    effects = tuple(slot_of[p] for p in effect_outputs(operation))
+    own_effects = tuple(slot_of[p] for p in effect_outputs(operation))
     is_output = n in traced.outputs
     contexts = common_contexts(operation.parts)
     return Step(
@@ -212,7 +214,7 @@ def _step(
         run=compile_operation(operation, slot_of, is_first=True),
         run_again=compile_operation(operation, slot_of, is_first=False),
         outputs=tuple(slot_of[p] for p in operation.outputs),
-        effects=effects,
+        effects=own_effects,
         inputs=tuple(slot_of[i] for i in made),
         producers=tuple(traced.producer[i] for i in made),
         external=tuple(slot_of[i] for i in external if i not in written),
@@ -224,7 +226,7 @@ def _step(
         is_taped=is_taped,
         keeps_tape=keeps_tape,
         contexts=contexts,
-        is_plain=not (is_output or kept or effects or contexts),
+        is_plain=not (is_output or kept or own_effects or contexts),
         is_attended=is_hooked or is_announced or operation.is_random,
         is_plain_again=not (is_output or kept or contexts),
         is_attended_again=is_taped or operation.is_random,

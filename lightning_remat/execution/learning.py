@@ -63,6 +63,7 @@ class Learning:
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
         outputs = self.program.steps[n].outputs
+        self.external |= storage_keys(tensors_of(self.values[slot] for slot in self.program.steps[n].effects))
         tensors = tensors_of(self.values[slot] for slot in outputs)
         self.leaves[n] = [Leaf.of(t) for t in tensors]
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]

@@ -21,7 +21,8 @@ class Operation:
         inputs: Indices of the operations whose values it reads.
         view_of: Index of the operation whose storage its output lives in, or None.
         writes: The placeholders (buffers) that it writes, effects left out: a recomputation writes into copies.
-        effects: The parts that only write into what lives outside (`num_batches_tracked += 1`): they happen once.
+        effects: The parts that only write into what lives outside (`num_batches_tracked += 1`), or in which processes
+            share something: they happen once.
         is_random: Whether it draws random numbers.
         is_permuted: Whether a tensor that it makes has its dimensions in another order in memory.
         is_dead_end: Whether gradients could flow to it and none will: nothing that reads it leads to an output. What it

@@ -35,6 +35,7 @@ from ..operations.saved_tensors import (
     storage_owners,
     tensors_of,
 )
+from ..operations.synchronized import alone
 from ..schedules.graph import Graph, Node
 from .backward_costs import backward_costs
 from .gradient_owners import GradientOwners
@@ -111,6 +112,7 @@ def profile_call(
     values, fake = [silent(v) for v in values], next((t for t in values if isinstance(t, FakeTensor)), None)
     with ExitStack() as stack:
         stack.enter_context(casts_apart())
+        stack.enter_context(alone())
         if fake is not None:
             stack.enter_context(fake.fake_mode)
         stack.enter_context(torch.enable_grad())
@@ -136,7 +138,7 @@ def profile_call(
             nodes = Timing(runs, nodes, device, profiler.probe, together_bytes).timed(repeats)
     return Graph(
         nodes,
-        input_bytes=storage_bytes(given),
+        input_bytes=storage_bytes([*given, *runs.shared.values()]),
         static_bytes=storage_bytes([*traced.module.parameters(), *traced.module.buffers()]),
         outputs=traced.outputs,
         profiled_on=tensor_kinds(given),

@@ -14,6 +14,7 @@ from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
 from ..operations.operation import TracedModule
 from ..operations.saved_tensors import Leaf, storage_keys, tensors_of
+from ..operations.synchronized import shares_statistics
 from .gradient_probe import SavedStore
 
 
@@ -28,7 +29,8 @@ class SingleRuns:
     Attributes:
         draws: Where operations draw from. It is asked about each of their calls, which takes time.
         drawing: The operations that run so.
-        external: Storages of what comes in from outside.
+        external: Storages of what comes in from outside, and of what is shared.
+        shared: What processes share, which is kept until the step ends.
         leaves: Of each operation that has run, what its tensors are.
     """
 
@@ -44,6 +46,7 @@ class SingleRuns:
         # Elsewhere the mode would only cost the time that is measured.
         self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
         self.external = storage_keys(self.given_tensors())
+        self.shared: dict[fx.Node, Tensor] = {}
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self._last_reader: dict[fx.Node, int] = {}
         for n, operation in enumerate(self.operations):
@@ -80,6 +83,9 @@ class SingleRuns:
                 made = self._runs[n](values)
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
             self._values[part] = value
+            if shares_statistics(part):
+                self.shared[part] = value
+                self.external |= storage_keys([value])
         return list(made[: len(operation.outputs)])
 
     def keep(self, n: int, values: list[Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, Run, between_captures, forward_of, share_forwards
+from ..capture.synchronized_norms import unsynchronized
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
@@ -89,7 +90,7 @@ def look_through(
 
     def run(step: Callable[[], object], *, holds: bool) -> View:
         def look() -> View:
-            with undone():
+            with undone(), unsynchronized():
                 return _look_through(root, step, modules, backwards or Backwards(), holds=holds)
 
         for _ in range(_MOST_LOOKS - 1):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..budget import format_bytes
+from ..capture.synchronized_norms import unsynchronized
 from ..devices import HOST, device_of, empty_cache, random_state
 from ..errors import InfeasibleBudgetError
 from ..execution.modified import retried
@@ -55,7 +56,7 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
     mode = fake.fake_mode if fake is not None else OwnDraws() if has_own_draws else nullcontext()
     with preserved_random(with_torch=not has_own_draws) if fake is None else nullcontext():  # fake draws are none
         try:
-            with settled(module), torch.enable_grad(), mode:
+            with settled(module), unsynchronized(), torch.enable_grad(), mode:
                 yield
         finally:
             put_back()

@@ -19,7 +19,7 @@ CHEAP = ELEMENTWISE | frozenset([
     "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d",
     "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "stochastic_depth", "mul_", "imul", "isub", "mean",
     "sum", "cat", "stack", "pad", "interpolate", "upsample", "pixel_shuffle", "permute", "contiguous", "flatten",
-    "reshape", "view", "transpose", "identity",
+    "reshape", "view", "transpose", "identity", "synchronized_batch_norm",
 ])  # fmt: skip
 """Operations whose time is that of reading and writing memory, not of arithmetic."""
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from script_runs import ENVIRONMENT, FOLDER
 
-NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "sharded_later", "ddp"]
+NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "synchronized", "sharded_later", "ddp"]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     check_buckets(planned[0], seen(tmp_path, "views")[0])
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
+    check_synchronized(seen(tmp_path, "plain-synchronized"), seen(tmp_path, "synchronized"))
     for a, b in zip(seen(tmp_path, "plain-texts"), seen(tmp_path, "texts"), strict=True):
         assert {name: b[name] for name in a} == a, "texts"
     check_texts(tmp_path)
@@ -51,6 +52,13 @@ def check_search(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["measured_peak_bytes"] <= first["budget_bytes"]
     assert first["num_recomputed"] > 0
     assert first["sizes"][:2] == [first["batch_size"]] * 2
+
+
+def check_synchronized(plain: list[dict[str, Any]], planned: list[dict[str, Any]]) -> None:
+    for a, b in zip(plain, planned, strict=True):
+        assert {name: b[name] for name in a} == a, "synchronized"
+        assert b["num_recomputed"] > 0
+        assert b["measured_peak_bytes"] <= b["budget_bytes"]
 
 
 def check_buckets(twice: dict[str, Any], once: dict[str, Any]) -> None:
