@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import threading
+import traceback
 import types
 import warnings
 import weakref
@@ -213,6 +214,8 @@ class CompiledForward:
             reason = f"it has done something new {_MOST_GRAPHS} times"
             raise CaptureError(reason, None, is_final=True) from error
         except TorchDynamoException as error:
+            # A frame of TorchDynamo keeps this error, which keeps it, and with it all frames around: those of the step.
+            traceback.clear_frames(error.__traceback__)
             raise why(error, is_final=self.is_exhausted) from error
         finally:
             self._local.call = before

@@ -277,7 +277,7 @@ def _check_writes(
             if owner.op == "placeholder" and records[n].needs_grad and records[owner].needs_grad:
                 raise TraceError(
                     f"{type(module).__name__}: {n.name} writes in place into the parameter {owned[owner]} "
-                    f"({_line_of(n)}). Remedy: update parameters under torch.no_grad()",
+                    f"({_line_of(n)}). Remedy: update parameters under torch.no_grad(), and embed without max_norm",
                     where=_line_of(n),
                 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import types
 import warnings
@@ -108,11 +107,7 @@ class _Rewritten:
         return self._call(divided, module, args, kwargs)
 
     def _call(self, forward: CompiledForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = len(self.programs)
-        found = forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
-        if len(self.programs) > known and not forward.is_whole:  # where it broke errors hold frames, and these the step
-            gc.collect()
-        return found
+        return forward.call(partial(self._run, Call(forward, module, args, kwargs)), module, args, kwargs)
 
     def _run(self, call: Call, graph: CapturedGraph, values: list[Any]) -> Any:
         if graph not in self.later.parameters:
