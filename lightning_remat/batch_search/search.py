@@ -53,6 +53,9 @@ _LARGEST_SIZE = 1 << 20
 _NEARLY = 0.99
 """Of the predicted peak, below which the measured one leaves room for another plan."""
 
+_PLAUSIBLE = 1.5
+"""Times the budget, up to which a step is executed that may need less than predicted."""
+
 _NOTICEABLY = 0.98
 """Of a floor, below which another is worth a second search."""
 
@@ -86,6 +89,7 @@ def find(trial: Trial, settings: Settings, *, lowest: bool = False) -> tuple[Res
 
 def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, list[nn.Module]]:
     search = _prepared(trial, settings, lowest=lowest)
+    uncorrected = search.model
     largest = search.sizes[-1]
     good: Result | None = None
     measured: int | None = None
@@ -101,7 +105,7 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
                 break
             if search.plain_steps or lowest or error.minimum_bytes <= (error.budget_bytes or 0):
                 raise
-            num_steps += _measure_before_refusing(trial, search, with_leanest=not num_steps)
+            num_steps += _measure_before_refusing(trial, search, uncorrected, with_leanest=not num_steps)
             choice = trial.share(search.choose)
         choice = _reserved(trial, search, choice)
         size, step = choice.batch_size, choice.step
@@ -155,15 +159,21 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
     )
 
 
-def _measure_before_refusing(trial: Trial, search: CandidateSearch, *, with_leanest: bool) -> int:
+def _measure_before_refusing(
+    trial: Trial, search: CandidateSearch, uncorrected: StepModel, *, with_leanest: bool
+) -> int:
     """Executes the plain step and the leanest one, and corrects what is predicted by them; how many steps were run.
 
     What the code between the regions takes for a moment no profile tells, and of what it saves none when it goes. After
     a planned step was executed what is predicted of others is correct, but not of the plain one, which has no hooks.
+    One that is predicted to need far more than the budget is left out, unless the budget is a part of what it needs.
     """
     free, size = search.free_bytes, search.sizes[0]
     plain = trial.share(lambda: search.model.plan(size, ALL_BYTES, "keep_all"))
-    choices = [] if plain.predicted_peak_bytes > free else [Choice(size, "", plain, free, ())]
+    is_relative = isinstance(search.settings.memory_budget, str)
+    is_plausible = is_relative or uncorrected.plain_timeline(size).peak_bytes <= _PLAUSIBLE * search.budget(size)
+    may_run = is_plausible and plain.predicted_peak_bytes <= free
+    choices = [Choice(size, "", plain, free, ())] if trial.least(int(may_run)) else []
     if with_leanest:
         choices.append(trial.share(search.leanest)._replace(budget_bytes=free))
     num_steps = 0

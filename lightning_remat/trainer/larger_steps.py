@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,19 +212,22 @@ class LargerSteps:
         return replace(result, budget_bytes=max(result.budget_bytes, self.budget_bytes))
 
     def _found(self, trial: LightningTrial) -> tuple[Result, list[nn.Module]]:
-        with suppress(InfeasibleBudgetError):  # it may fit without any
-            return find(trial, self._with_room())
-        try:
-            return find(trial, self.settings)
-        except InfeasibleBudgetError as error:
-            self.is_over = True  # what is larger still cannot fit either
-            rank_zero_warn(f"a step needs more than those planned for, and gets the lowest peak: {error}")
-            return find(trial, self.settings, lowest=True)
+        used = 1 - min(_ROOM * self._num_plans, _MOST_ROOM)
+        infeasible: InfeasibleBudgetError | None = None
+        for settings in dict.fromkeys((self._with_room(used), self.settings)):  # it may fit without any
+            if infeasible is None or used * infeasible.minimum_bytes <= (infeasible.budget_bytes or 0):
+                try:
+                    return find(trial, settings)
+                except InfeasibleBudgetError as error:
+                    infeasible = error.with_traceback(None)
+        self.is_over = True  # what is larger still cannot fit either
+        rank_zero_warn(f"a step needs more than those planned for, and gets the lowest peak: {infeasible}")
+        return find(trial, self.settings, lowest=True)
 
-    def _with_room(self) -> Settings:
+    def _with_room(self, used: float) -> Settings:
+        """The settings with a part of their budget, unless that is a part of what the step needs."""
         if isinstance(self.settings.memory_budget, str):
             return self.settings
-        used = 1 - min(_ROOM * self._num_plans, _MOST_ROOM)
         if self.settings.counts_scratch:  # the budget is what is free, less a margin
             return replace(self.settings, margin=1 - used * (1 - self.settings.margin))
         return replace(self.settings, memory_budget=int(used * self.budget_bytes))

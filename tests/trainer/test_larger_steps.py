@@ -10,8 +10,13 @@ import torch
 from remat_runs import Classifier, Peaks, Reader, run, seeded
 from torch import Tensor, nn
 
+import lightning_remat.batch_search.search as search
 import lightning_remat.trainer.larger_steps as module_under_test
 from lightning_remat import Rematerialization
+from lightning_remat.batch_search.candidates import Choice
+from lightning_remat.batch_search.executed import Executed, execute
+from lightning_remat.batch_search.settings import Settings
+from lightning_remat.batch_search.trial import Trial
 from lightning_remat.trainer.larger_steps import LargerSteps
 from lightning_remat.trainer.lightning_step import StepFailedError
 
@@ -62,12 +67,22 @@ def test_batches_that_cannot_need_more_are_not_planned_anew(tmp_path: Path, monk
     trained(tmp_path, (20, 24, 22, 26), budget)  # within it as they are
 
 
-def test_a_batch_that_cannot_fit_gets_the_lowest_peak(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_fit_gets_the_lowest_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[int] = []
+
+    def noted(trial: Trial, choice: Choice, settings: Settings) -> Executed:
+        executed.append(choice.step.num_recomputed)
+        return execute(trial, choice, settings)
+
+    budget = plain_peak(tmp_path, 30)
+    monkeypatch.setattr(search, "execute", noted)
     with pytest.warns(UserWarning, match="needs more than those planned for, and gets the lowest peak: .* needs"):
-        module, callback, peaks = trained(tmp_path, (20, 400, 20, 500), plain_peak(tmp_path, 30))
+        module, callback, peaks = trained(tmp_path, (20, 400, 20, 500), budget)
     assert module.steps == 4
     assert callback.result is not None
     assert callback.result.plan.num_recomputed > 0
+    assert len(executed) == 3  # the first step, then the leanest before a refusal, and as what is installed
+    assert all(executed[1:])  # no plain step of a batch that cannot fit
     assert peaks[1] < plain_peak(tmp_path, 400)
 
 
