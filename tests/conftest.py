@@ -5,6 +5,7 @@ Hypothesis tries the same examples in every run and does not time them, so that 
 marked `gpu` run; without it they run on CUDA where there is one.
 """
 
+import gc
 import logging
 import os
 import random
@@ -22,6 +23,9 @@ settings.load_profile("repeatable")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes of `pytest -n` fill the cores
     torch.set_num_threads(1)
+
+if not torch.cuda.is_available():  # else whatever makes fake tensors looks for a driver each time, as Lightning has it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 logging.getLogger("torch.__trace").disabled = True  # TorchDynamo's structured log, which pytest would format and keep
 
@@ -47,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if function in seen:
                 item.add_marker("slow")
             seen.add(function)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: Python's collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -62,9 +62,15 @@ def record(
     undo = recorder.undo
 
     def put_back() -> None:
-        with torch.no_grad(), ExitStack() as stack:  # every undo runs, even where another one fails
-            for restore in undo:
-                stack.callback(restore)
+        failed: list[Exception] = []
+        with torch.no_grad():
+            for restore in reversed(undo):
+                try:
+                    restore()
+                except Exception as error:  # raised below, once all others have run
+                    failed.append(error)
+        if failed:
+            raise failed[0]
 
     return put_back
 

@@ -21,7 +21,6 @@ NAMES = (
     "resnet50",
     "resnet152",
     "densenet121",
-    "densenet161",
     "googlenet",
     "inception_v3",
     "vgg19",
