@@ -20,13 +20,14 @@ from ..capture.synchronized_norms import unsynchronized
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
-from ..module_state.agreement import all_ranks, together
+from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
 from ..module_state.nesting import extents_of, flatten, tensors_in
-from ..module_state.refusals import reason_against, transform_in_the_way
-from ..module_state.sharding import gathered_modules, gathering_units, has_units, settled, whole_parts
+from ..module_state.refusals import transform_in_the_way
+from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, View
+from .chosen_modules import divided, resolved, submodules
 from .phases import Backwards, Span, alive_together
 from .saved_between import SavedBetween, bytes_beside
 from .transforms import hooks_outside_transforms
@@ -38,13 +39,12 @@ _MOST_SIZES = 8
 """At which one graph is planned; what it needs at further ones is taken to be what it needs at the last."""
 
 
+_SEEN, _OUTDATED, _DIFFERENTIATES, _FAILED = range(4)
+"""What came of a look, as processes tell each other: the gravest counts."""
+
+
 class NoCallError(ValueError):
     """A step calls nothing that rematerialization can serve."""
-
-
-def submodules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module and all below it under all their names."""
-    return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
 def look_through(
@@ -57,6 +57,7 @@ def look_through(
     again_after: tuple[type[Exception], ...] = (),
     is_known_to_differentiate: bool = False,
     backwards: Backwards | None = None,
+    agree: Callable[[int], int] | None = None,
 ) -> View:
     """The calls that rematerialization can serve, in the order in which `step` makes them, and what lies between.
 
@@ -82,39 +83,52 @@ def look_through(
         again_after: Errors after which it is run a second time, besides that of a derivative of which nothing is saved.
         is_known_to_differentiate: Whether the first run is left out.
         backwards: Is told by the step where a backward would run that is left out.
+        agree: The largest of the numbers that it is given by all processes that run the step, so that all run it again
+            where one has to; None for those that share the root.
 
     Raises:
         NoCallError: The step makes no such call.
+        OtherRankError: It fails on another process.
         ValueError: `modules` names what the root does not have.
     """
+    agree = agree or (lambda value: max(all_ranks(root, value)))
+    again = (_NothingHeldError, *again_after)
+    holds, num_looks = is_known_to_differentiate, 0
 
-    def run(step: Callable[[], object], *, holds: bool) -> View:
-        def look() -> View:
-            with undone(), unsynchronized():
-                return _look_through(root, step, modules, backwards or Backwards(), holds=holds)
+    def look() -> View:
+        run = (differentiating or step) if holds else step
+        with undone(), unsynchronized():
+            return _look_through(root, run, modules, backwards or Backwards(), holds=holds)
 
-        for _ in range(_MOST_LOOKS - 1):
+    while True:
+        num_looks += 1
+        try:
             view = together(root, look, is_out_of_memory)
-            if not any(all_ranks(root, view.is_outdated)):
+        except OtherRankError:  # others are in the midst of the step
+            raise
+        except Exception as error:
+            if holds or not isinstance(error, again):
+                agree(_FAILED)
+                raise
+            found = agree(_DIFFERENTIATES)
+        else:
+            found = agree(_OUTDATED if view.is_outdated and num_looks < _MOST_LOOKS else _SEEN)
+            if found == _SEEN:
                 return view
             del view  # it holds the arguments of all calls
-        return together(root, look, is_out_of_memory)
-
-    if not is_known_to_differentiate:
-        try:
-            return run(step, holds=False)
-        except (_NothingHeldError, *again_after):
-            pass
-    return run(differentiating or step, holds=True)
+        if found == _FAILED:
+            raise OtherRankError("the step has failed on another process, which tells why")
+        if found == _DIFFERENTIATES:
+            holds, num_looks = True, 0
 
 
 def _look_through(
     root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, backwards: Backwards, *, holds: bool
 ) -> View:
     names = {m: name for name, m in reversed(submodules(root))}
-    divided, whole = _divided(modules)
-    in_parts = list(dict.fromkeys(_resolve(root, names, divided))) if divided else []
-    watched = [m for m in _resolve(root, names, whole) if m not in in_parts]
+    in_graphs, whole = divided(modules)
+    in_parts = list(dict.fromkeys(resolved(root, names, in_graphs))) if in_graphs else []
+    watched = [m for m in resolved(root, names, whole) if m not in in_parts]
     gathered = gathered_modules(root)
     share_forwards(m for m in watched if m in gathered)
     begun = between_captures()
@@ -270,14 +284,6 @@ def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any
     return forward_of(module, is_whole=False).call(run, module, args, kwargs)
 
 
-def _divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None]:
-    """Of what is to be watched, what is watched by the graphs of its forward, and what as a whole."""
-    if modules is None:
-        return [], None
-    divided = [m.rpartition("[")[0] for m in modules if isinstance(m, str) and m.endswith("]")]
-    return divided, [m for m in modules if not (isinstance(m, str) and m.endswith("]"))]
-
-
 def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:
     """The name of each call; a graph within a forward has its place in the order of the step's first calls.
 
@@ -370,23 +376,3 @@ def _through(frame: _Frame) -> _Frame:
     while frame.is_mere_caller and frame.children[0].is_handed_on and frame.children[0].is_served:
         frame = frame.children[0]
     return frame
-
-
-def _resolve(root: nn.Module, names: dict[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
-    if modules is None:
-        found = list(whole_parts(root)) if has_units(root) else list(names)
-        return [m for m in found if not isinstance(m, torch.jit.ScriptModule)]  # which takes no hooks
-    by_name = dict(submodules(root))
-    resolved: list[nn.Module] = []
-    for item in modules:
-        module = by_name.get(item) if isinstance(item, str) else item
-        if module is None or module not in names:
-            raise ValueError(f"modules names {item!r}, which is no submodule of {type(root).__name__}")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"modules names {names[module]!r}: {reason_against(module)}")
-        resolved.append(module)
-    for outer in resolved:
-        for inner in resolved:
-            if inner is not outer and any(inner is m for m in outer.modules()):
-                raise ValueError(f"modules names {names[outer]!r} and {names[inner]!r}, which lies inside it: name one")
-    return resolved

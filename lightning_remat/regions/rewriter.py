@@ -28,10 +28,11 @@ from ..plans.step_planner import plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from .calls import View
+from .chosen_modules import submodules
 from .fit import check_fit
 from .footprint import outside_bytes
 from .gathering import gathering_of, reshard_as_planned, units_in
-from .look_through import look_through, submodules
+from .look_through import look_through
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import WORTH_ANOTHER, infeasible_as_run, plain_step_peak, step_peak, untouched
 

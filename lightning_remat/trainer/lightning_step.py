@@ -195,6 +195,7 @@ class LightningTrial:
             again_after=(StepFailedError,),
             is_known_to_differentiate=self.differentiates,
             backwards=backwards,
+            agree=lambda value: max(ranks.gathered(trainer, value)),
         )
         self.differentiates = view.differentiates
         return view

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from ..batch_search.settings import Planner, Settings
 from ..devices import device_name
 from ..plans.plan import StepPlan
-from ..regions.look_through import submodules
+from ..regions.chosen_modules import submodules
 from ..reports.result import Candidate, Result
 from ..schedules.stored import reading, write_whole
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from ..batch_search.settings import Settings
 from ..capture.compiled_by_users import is_compiled
-from ..regions.look_through import submodules
+from ..regions.chosen_modules import submodules
 from .lightning_step import LightningTrial
 from .loaders import loader_batch_size
 from .private_api import callbacks_of, is_initial_hparam, set_initial_hparams, takes_loader_iterator

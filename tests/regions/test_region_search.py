@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_remat import Rematerialization, TraceError, find_batch_size, rematerialize, restore
-from lightning_remat.regions.look_through import submodules
+from lightning_remat.regions.chosen_modules import submodules
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
