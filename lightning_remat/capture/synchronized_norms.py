@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch._dynamo.variables import VariableTracker
+from torch._dynamo.variables import TorchInGraphFunctionVariable, VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.nn.modules._functions import SyncBatchNorm
 
@@ -19,47 +17,34 @@ from .shared_setting import Exchange, SharedSettings, captures_here
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-for function in (synchronized_batch_norm, synchronized_statistics):
-    torch.compiler.allow_in_graph(function)
-
-
-def _in_two(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    eps: float,
-    momentum: float,
-    group_name: str,
-) -> Tensor:
-    statistics = synchronized_statistics(x, running_mean, running_var, eps, momentum, group_name)
-    return synchronized_batch_norm(x, weight, bias, statistics, eps, group_name)
-
 
 def _captured_in_two(apply: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(apply)
     def call_apply(function: Any, frame: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if function.fn_cls is not SyncBatchNorm or not captures_here():
             return apply(function, frame, args, kwargs)
-        *given, group, _ = args
+        x, weight, bias, running_mean, running_var, eps, momentum, group, _ = args
         group = group.realize().value
         group = getattr(group, "real_obj", group)  # torch 2.11 has the group itself there
-        given.append(VariableTracker.build(frame, group.group_name))
-        return VariableTracker.build(frame, _in_two).call_function(frame, given, {})
+        name = VariableTracker.build(frame, group.group_name)
+
+        def called(in_graph: Callable[..., Any], *given: Any) -> Any:
+            return TorchInGraphFunctionVariable(in_graph).call_function(frame, list(given), {})
+
+        statistics = called(synchronized_statistics, x, running_mean, running_var, eps, momentum, name)
+        return called(synchronized_batch_norm, x, weight, bias, statistics, eps, name)
 
     return call_apply
 
 
 def _in_two_if_alone(apply: Callable[..., Any]) -> Callable[..., Any]:
-    in_two: Any = _in_two
-
     @wraps(apply)
     def apply_either(*args: Any) -> Any:
         if not is_alone():
             return apply(*args)
-        *given, group, _ = args
-        return in_two(*given, group.group_name)
+        x, weight, bias, running_mean, running_var, eps, momentum, group, _ = args
+        statistics = synchronized_statistics(x, running_mean, running_var, eps, momentum, group.group_name)
+        return synchronized_batch_norm(x, weight, bias, statistics, eps, group.group_name)
 
     return apply_either
 
