@@ -177,7 +177,7 @@ def find_measured(monkeypatch: pytest.MonkeyPatch, measured: Callable[[int, int]
     return result
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "constant"), [(0.8, 0), (0.0, 2**19), (0.3, 2**18), (3.0, 0)])
 def test_steps_that_need_far_more_than_predicted_end_in_a_size_that_fits(
     monkeypatch: pytest.MonkeyPatch, part: float, constant: int
@@ -254,6 +254,7 @@ def test_every_loader_gets_the_size(tmp_path: Path, kind: str) -> None:
     assert module.sizes == [20, 20]
 
 
+@pytest.mark.slow
 def test_ignored_attribute_warns(tmp_path: Path) -> None:
     class Ignoring(Classifier):
         def train_dataloader(self) -> Any:

@@ -119,6 +119,7 @@ OF_CLASSES = [CountsForAll]
 CHOSEN = [TheLarger, TheLeast, Alike, Hinge]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*WRITTEN, *OF_CLASSES, *CHOSEN])
 def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

@@ -152,6 +152,7 @@ def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("['layers']" in name and "hooks" in name for name in asked)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
 def test_hooks_of_all_modules_fire_and_are_gone(register: Callable[[Any], Any]) -> None:
     plain = Net()

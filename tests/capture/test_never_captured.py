@@ -27,6 +27,7 @@ class Adversarial(nn.Module):
         return self.net((x + 0.1 * gradient.sign()).detach())
 
 
+@pytest.mark.slow
 def test_only_the_forward_is_captured_where_it_differentiates(monkeypatch: pytest.MonkeyPatch) -> None:
     def noting(self: CapturedGraph, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

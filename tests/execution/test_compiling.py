@@ -105,6 +105,7 @@ class Turning(nn.Module):
         return self.layers(x).sin() if turn else self.layers(x)
 
 
+@pytest.mark.slow
 def test_what_is_captured_later_is_compiled_too() -> None:
     plain, x = Turning(), torch.randn(64, 8)
     ours = copy.deepcopy(plain)

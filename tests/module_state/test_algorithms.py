@@ -80,6 +80,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Any]:
     return [p.grad for p in module.parameters()]
 
 
+@pytest.mark.slow
 def test_a_forward_without_onednn_is_run_again_without_it() -> None:
     x, ours = torch.randn(4, 8, 16, 16), convolutions()
     plain = copy.deepcopy(ours)

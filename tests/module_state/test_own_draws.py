@@ -102,7 +102,7 @@ class Scheduled(nn.Module):
         return x
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(5))
 def test_an_attention_that_begins_or_ceases_to_drop_something_repeats_it(step: int) -> None:
     module, x = Scheduled(step), torch.randn(16, 32)

@@ -108,6 +108,7 @@ def test_all_units_stay_where_there_is_room_and_are_as_before_when_restored() ->
             assert len(gathers) == number
 
 
+@pytest.mark.slow
 def test_a_stored_plan_says_which_units_stay() -> None:
     with one_of_many(8) as mesh, FakeTensorMode(), assumed_speed(Speed(1e11, 1e10, 2e-6)):
         made, measured, gathers = planned(mesh, "periodic", BANDWIDTH)

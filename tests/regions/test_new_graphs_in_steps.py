@@ -85,6 +85,7 @@ class Checkpoints(nn.Module):
         return self.last(Checkpoint.apply(self.first(x), self.middle))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [6, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_step_in_which_something_is_planned_anew_stays_within_the_budget(length: int) -> None:
     plain, x, other = scans(), torch.randn(16, 8, 32), torch.randn(16 * 8 // length, length, 32)

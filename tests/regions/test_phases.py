@@ -160,6 +160,7 @@ class Updating(Classifier):
             optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "parts", "planner"),
     [

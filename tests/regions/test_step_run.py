@@ -80,6 +80,7 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Dropout(0.5), nn.Tanh())
 
 
+@pytest.mark.slow
 def test_a_thread_draws_as_if_it_were_alone_while_modules_are_planned() -> None:
     first, *modules = [nn.Sequential(*(block() for _ in range(4))) for _ in range(4)]
     budget = least_budget(first, X)

@@ -85,6 +85,7 @@ class Scheduled(Classifier):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("factory", "options"),
     [

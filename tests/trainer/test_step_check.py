@@ -191,6 +191,7 @@ def test_where_no_slice_serves_the_whole_batch_is_compared(tmp_path: Path, facto
     assert sizes.count(BATCH) > 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [Watching, Specialized])
 def test_nothing_is_captured_or_learnt_that_training_would_not_have(
     tmp_path: Path, factory: type[Watching], monkeypatch: pytest.MonkeyPatch

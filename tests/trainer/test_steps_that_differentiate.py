@@ -112,6 +112,7 @@ class Functional(Deep):
 STEPS = [Penalty, Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries, Functional]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("factory", STEPS)
 @pytest.mark.filterwarnings("ignore:Rematerialization leaves the model as it is")
 @pytest.mark.parametrize("batch_size", ["keep", pytest.param("auto", marks=pytest.mark.slow)])
