@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import pytest
 import torch
 from drawing_threads import drawing_beside
 from least_budgets import least_budget, rematerialized
