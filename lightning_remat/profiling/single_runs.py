@@ -84,8 +84,9 @@ class SingleRuns:
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
             self._values[part] = value
             if shares_statistics(part):
+                gone = [self.shared[part]] if part in self.shared else []
+                self.external = (self.external - storage_keys(gone)) | storage_keys([value])
                 self.shared[part] = value
-                self.external |= storage_keys([value])
         return list(made[: len(operation.outputs)])
 
     def keep(self, n: int, values: list[Any]) -> None:

@@ -38,7 +38,6 @@ _MOST_LOOKS = 4
 _MOST_SIZES = 8
 """At which one graph is planned; what it needs at further ones is taken to be what it needs at the last."""
 
-
 _SEEN, _OUTDATED, _DIFFERENTIATES, _FAILED = range(4)
 """What came of a look, as processes tell each other: the gravest counts."""
 
