@@ -34,6 +34,7 @@ from . import (
     as_written,
     cached_functions,
     compiled_by_users,
+    first_calls,
     float_arithmetic,
     generators_left,
     hook_guards,
@@ -226,6 +227,16 @@ class CompiledForward:
         Raises:
             CaptureError: The forward with these arguments is no single graph, or an empty one.
         """
+        try:
+            return self._bound(module, args, kwargs)
+        except CaptureError:
+            if not first_calls.are_made():
+                raise
+        return self._bound(module, args, kwargs)
+
+    def _bound(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CapturedGraph, list[Any]]:
         if config.disable:
             raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
         python_state = random.getstate()  # what Python draws is drawn before the graph runs
@@ -263,6 +274,7 @@ _WHILE_CAPTURING = SharedSettings(
     *in_pythons_order.CHANGES,
     *hook_guards.CHANGES,
     *synchronized_norms.CHANGES,
+    *first_calls.CHANGES,
 )
 
 
