@@ -224,14 +224,19 @@ class CompiledForward:
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
 
+        But for what a first call does before all else, where it stands in the way.
+
         Raises:
             CaptureError: The forward with these arguments is no single graph, or an empty one.
         """
-        try:
-            return self._bound(module, args, kwargs)
-        except CaptureError:
-            if not first_calls.are_made():
-                raise
+        with first_calls.met() as waiting:
+            try:
+                return self._bound(module, args, kwargs)
+            except CaptureError:
+                if not waiting:
+                    raise
+            for first_call in waiting:
+                first_call()
         return self._bound(module, args, kwargs)
 
     def _bound(

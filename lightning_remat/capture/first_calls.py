@@ -1,12 +1,13 @@
 """What models of transformers do in their first call alone, under a lock, which no graph can have: hooks are set.
 
-A capture that meets it is made once more, when it is done.
+A capture that meets it is made once more, when that is done.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -24,32 +25,34 @@ _HAS_THEM = "_output_capturing_hooks_installed"
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], object]] = []
+    met: list[Callable[[], object]] | None = None
 
 
 _local = _Local()
+
+
+@contextmanager
+def met() -> Generator[list[Callable[[], object]]]:
+    """What captures of this thread meet inside, to be done before they are made once more."""
+    before, _local.met = _local.met, []
+    try:
+        yield _local.met
+    finally:
+        _local.met = before
 
 
 def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def call_function(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         function = variable.fn
-        if (function.__module__, function.__name__) == _SETS_HOOKS and is_captured_as_eager():
+        is_one = (function.__module__, function.__name__) == _SETS_HOOKS
+        if is_one and _local.met is not None and is_captured_as_eager():
             model = args[0].realize().value
             if not getattr(model, _HAS_THEM, False):
-                _local.waiting.append(lambda: function(model))
+                _local.met.append(lambda: function(model))
         return call(variable, frame, args, kwargs)
 
     return call_function
-
-
-def are_made() -> bool:
-    """Does what the last capture of this thread has met; whether there was anything."""
-    waiting, _local.waiting = _local.waiting, []
-    for first_call in waiting:
-        first_call()
-    return bool(waiting)
 
 
 CHANGES = [Exchange(UserFunctionVariable, "call_function", _noted)]
