@@ -62,13 +62,15 @@ def record(
     undo = recorder.undo
 
     def put_back() -> None:
-        failed: list[Exception] = []
+        failed: list[BaseException] = []
         with torch.no_grad():
             for restore in reversed(undo):
                 try:
                     restore()
-                except Exception as error:  # raised below, once all others have run
+                except BaseException as error:  # raised below, once all others have run
                     failed.append(error)
+        if len(failed) > 1:
+            raise BaseExceptionGroup("several values could not be put back", failed)
         if failed:
             raise failed[0]
 

@@ -213,9 +213,11 @@ class LargerSteps:
 
     def _found(self, trial: LightningTrial) -> tuple[Result, list[nn.Module]]:
         used = 1 - min(_ROOM * self._num_plans, _MOST_ROOM)
+        roomy = self._with_room(used)
         infeasible: InfeasibleBudgetError | None = None
-        for settings in dict.fromkeys((self._with_room(used), self.settings)):  # it may fit without any
-            if infeasible is None or used * infeasible.minimum_bytes <= (infeasible.budget_bytes or 0):
+        for settings in (roomy,) if roomy == self.settings else (roomy, self.settings):  # it may fit without any
+            budget = None if infeasible is None else infeasible.budget_bytes
+            if infeasible is None or budget is None or used * infeasible.minimum_bytes <= budget:
                 try:
                     return find(trial, settings)
                 except InfeasibleBudgetError as error:

@@ -9,7 +9,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_remat.module_state.preserve import preserved
+import lightning_remat.module_state.preserve as preserve_module
+from lightning_remat.module_state.preserve import preserved, record
 
 
 class Stateful(nn.Module):
@@ -170,3 +173,21 @@ def test_text_and_shared_counters_are_as_they_were(tmp_path: Path) -> None:
     assert (module.text.getvalue(), module.text.tell(), module.steps.value) == ("one", 3, 3)
     with preserved([module]):
         module.text.close()
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_all_else_is_put_back_where_something_fails(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> None:
+    done: list[int] = []
+
+    def undo(k: int) -> None:
+        done.append(k)
+        if k in (1, 3)[:num_failing]:
+            raise ArithmeticError(k)
+
+    recorder = SimpleNamespace(undo=[partial(undo, k) for k in range(5)])
+    monkeypatch.setattr(preserve_module, "Recorder", lambda *_: recorder)
+    with pytest.raises(ArithmeticError if num_failing == 1 else ExceptionGroup) as raised:
+        record([])()
+    assert done == [4, 3, 2, 1, 0]
+    if isinstance(raised.value, ExceptionGroup):
+        assert [str(e) for e in raised.value.exceptions] == ["3", "1"]

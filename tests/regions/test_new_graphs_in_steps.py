@@ -86,7 +86,7 @@ class Checkpoints(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [6, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [6, 9])
 def test_a_step_in_which_something_is_planned_anew_stays_within_the_budget(length: int) -> None:
     plain, x, other = scans(), torch.randn(16, 8, 32), torch.randn(16 * 8 // length, length, 32)
     ours = copy.deepcopy(plain)

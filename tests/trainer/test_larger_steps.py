@@ -28,10 +28,10 @@ pytestmark = [
 
 
 def trained(
-    root: Path, lengths: tuple[int, ...], budget: int | str, **options: Any
+    root: Path, lengths: tuple[int, ...], budget: int | str, *, modules: list[str] | None = None, **options: Any
 ) -> tuple[Reader, Rematerialization, list[float]]:
     module = seeded(lambda: Reader(*lengths))
-    callback = Rematerialization("periodic", memory_budget=budget, batch_size="keep", report_dir=root)
+    callback = Rematerialization("periodic", memory_budget=budget, batch_size="keep", report_dir=root, modules=modules)
     logger = Peaks()
     run(root, module, callback, logger=logger, max_epochs=1, max_steps=-1, **options)
     return module, callback, logger.peaks
@@ -58,6 +58,14 @@ def test_longer_batches_stay_within_the_budget_and_train_as_without(tmp_path: Pa
     assert module.steps == plain.steps == len(lengths)
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_modules_that_a_list_names_are_planned_anew(tmp_path: Path) -> None:
+    budget = plain_peak(tmp_path, 80) * 3 // 4
+    _, callback, peaks = trained(tmp_path, (20, 80, 20), budget, modules=["net"])
+    assert max(peaks) <= budget
+    assert callback.result is not None
+    assert callback.result.plan.num_recomputed > 0
 
 
 def test_batches_that_cannot_need_more_are_not_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
