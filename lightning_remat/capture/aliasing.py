@@ -19,7 +19,7 @@ from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.own_draws import draws
 from ..operations.contexts import entered
-from .exchanged_data import EXCHANGES
+from .unseen_writes import UNSEEN_WRITES
 
 
 @dataclass(slots=True)
@@ -33,8 +33,9 @@ class Record:
         writes: The fx nodes that own the storages that it wrote in place.
         is_random: Whether it drew random numbers.
         is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
-        needs_grad: Whether gradients flow to a tensor in its value.
+        needs_grad: Whether gradients flow through it to a tensor in its value.
         differentiates: The fx nodes that it reads and to whose values it returns gradients.
+        passes_on: The fx node whose very tensor is its value: a cast to the type that it has.
     """
 
     has_tensors: bool = False
@@ -45,6 +46,7 @@ class Record:
     is_permuted: bool = False
     needs_grad: bool = False
     differentiates: set[fx.Node] = field(default_factory=set[fx.Node])
+    passes_on: fx.Node | None = None
 
 
 def record(root: fx.GraphModule, values: list[Any]) -> dict[fx.Node, Record]:
@@ -151,20 +153,24 @@ class _Recorder(fx.Interpreter):
         watch = WriteWatch()
         with entered(n), watch if n.op.startswith("call") else nullcontext():
             value = super().run_node(n)
+            is_recorded = torch.is_grad_enabled() and n.target not in UNSEEN_WRITES
         entry = self.records[n] = Record(is_random=watch.is_random)
         changed: list[Tensor] = []
         for i, tensors in inputs.items():
             for t in tensors:
                 storage, owner = stored[t]
-                # `t.data = other` is no change among autograd's versions.
-                is_written = (t in before and t._version != before[t]) or (n.target in EXCHANGES and i is n.args[0])
+                # Of some writes autograd's versions do not tell.
+                is_written = (t in before and t._version != before[t]) or (n.target in UNSEEN_WRITES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
                     entry.writes.add(owner or i)
                     changed.append(t)
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
+            origin = next((i for i in inputs if value is self.env[i] and isinstance(value, Tensor)), None)
+            entry.passes_on = None if origin is None else self.records[origin].passes_on or origin
+        entry.needs_grad &= is_recorded
         # `y[0] = x` has no value.
-        if n.op == "output" or entry.needs_grad or any(t.requires_grad for t in changed):
+        if n.op == "output" or entry.needs_grad or (is_recorded and any(t.requires_grad for t in changed)):
             entry.differentiates = needing
         return value
 

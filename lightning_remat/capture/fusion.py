@@ -129,7 +129,7 @@ def _join_effects(
     """Every effect with the next operation; with the one before where the next reads what it writes, or is none.
 
     Effects that draw random numbers stay apart: an operation that runs again without them would draw what they drew. So
-    do those that make something of their own, which it would miss.
+    do those that make something of their own, which it would miss, and those before the first operation that it reads.
     """
     places = [k for k, n in enumerate(nodes) if n not in effects]
     for before, after in pairwise([-1, *places, len(nodes)]):
@@ -140,8 +140,8 @@ def _join_effects(
             join(between)
         elif before >= 0 and is_read:
             join([nodes[before], *between])
-        elif after < len(nodes):
-            join([nodes[after], *between])
+        else:
+            join(between if is_read else [nodes[after], *between])
 
 
 def _owners_read(n: fx.Node, records: dict[fx.Node, Record]) -> set[fx.Node]:

@@ -68,7 +68,9 @@ def _out_of_place(n: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _is_free(n: fx.Node, records: dict[fx.Node, Record], position: dict[fx.Node, int]) -> bool:
-    """Whether all that shares the overwritten storage was read before."""
+    """Whether all that shares the overwritten storage was made within the graph, and read before."""
     owners = records[n].writes
+    if not all(owner.op.startswith("call") for owner in owners):
+        return False
     before = [m for m in position if (m in owners or owners & records[m].views) and position[m] < position[n]]
     return not any(position[user] > position[n] for m in before for user in m.users)

@@ -20,9 +20,9 @@ from ..operations.synchronized import shares_statistics
 from .aliasing import Record, record
 from .capture_error import CaptureError, where_of
 from .dynamo import CapturedGraph, CompiledForward, forward_of
-from .exchanged_data import join_exchanges
 from .fusion import group, read_again
 from .out_of_place import put_out_of_place
+from .unseen_writes import set_apart
 
 
 def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
@@ -154,7 +154,7 @@ def traced_graph(
     owned = _owned(module, placeholders, values, given)
     if (reason := lift_contexts(graph, is_grad_enabled=True)) is not None:
         raise TraceError(f"{type(module).__name__}: {reason}")
-    join_exchanges(graph)
+    set_apart(graph)
     reasons = replace_functions(root, owned)
     if differentiates_in_its_backward(root):
         raise TraceError(
@@ -172,6 +172,7 @@ def traced_graph(
             return None
         records = record(root, values)
     _check_writes(module, graph, records, owned)
+    _read_written_as_they_are(graph, records)
     effects = _effects(graph, records)
     groups = group(graph, records, effects)
     effects -= read_again(groups, effects, records)
@@ -191,7 +192,7 @@ def traced_graph(
         tuple(sorted({producer[n] for n in returned if n in producer})),
         producer,
         owned,
-        frozenset(o for entry in records.values() for o in entry.writes if o.op == "placeholder"),
+        {o: n for n in graph.nodes for o in records[n].writes if o.op == "placeholder"},
         forward,
         captured,
         tuple(reasons),
@@ -277,9 +278,20 @@ def _check_writes(
             if owner.op == "placeholder" and records[n].needs_grad and records[owner].needs_grad:
                 raise TraceError(
                     f"{type(module).__name__}: {n.name} writes in place into the parameter {owned[owner]} "
-                    f"({_line_of(n)}). Remedy: update parameters under torch.no_grad(), and embed without max_norm",
+                    f"({_line_of(n)}). Remedy: update parameters under torch.no_grad()",
                     where=_line_of(n),
                 )
+
+
+def _read_written_as_they_are(graph: fx.Graph, records: dict[fx.Node, Record]) -> None:
+    """Casts that change nothing go, of what is written: a view would be read as it was when the view was made."""
+    written = {o for entry in records.values() for o in entry.writes if o.op == "placeholder"}
+    for n in list(graph.nodes):
+        origin = records[n].passes_on
+        if origin in written and not records[n].writes and all(u.op != "output" for u in n.users):
+            n.replace_all_uses_with(origin, propagate_meta=False)
+            graph.erase_node(n)
+            del records[n]
 
 
 def _line_of(n: fx.Node) -> str:

@@ -59,12 +59,14 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
     forward = tuple((Do.REST if what is Do.DROP and n in rests.tensors else what, n) for what, n in lines.forward)
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = schedule.runs()
+    settled = _settled(traced)
     taped, passing = _discarded_tapes(schedule), _passing_tapes(forward)
     steps = tuple(
         _step(
             traced,
             n,
             slot_of,
+            settled[n],
             is_hooked=n in hooked,
             is_announced=n in announced,
             is_repeated=runs[n] > 1,
@@ -109,6 +111,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
         released=lines.released,
         hooked=hooked,
         revived=order.revived,
+        settled=tuple({slot_of[i] for found in settled for i in found}),
         result=map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
         rests=rests,
         variants=variants,
@@ -186,10 +189,23 @@ def _gathered(before: Sequence[tuple[Instruction, ...]], tells: Sequence[bool]) 
     return tuple(found)
 
 
+def _settled(traced: TracedModule) -> list[frozenset[fx.Node]]:
+    """For each operation, what it reads outside that was written before, and is as it reads it from then on."""
+    place = {part: k for k, part in enumerate(part for o in traced.operations for part in o.parts)}
+    last = {i: place[n] for i, n in traced.written.items()}
+    found: list[frozenset[fx.Node]] = []
+    for operation in traced.operations:
+        reads = [part for part in operation.parts if part not in operation.effects]
+        unsettled = {*operation.writes, *(i for p in reads for i in p.all_input_nodes if last.get(i, -1) >= place[p])}
+        found.append(frozenset(last.keys() & {i for p in reads for i in p.all_input_nodes} - unsettled))
+    return found
+
+
 def _step(
     traced: TracedModule,
     n: int,
     slot_of: dict[fx.Node, int],
+    settled: frozenset[fx.Node],
     *,
     is_hooked: bool,
     is_announced: bool,
@@ -203,7 +219,7 @@ def _step(
     made = [i for i in read if i in traced.producer]
     # Effects that others read live in the storage of what they write, which statistics that are shared do not.
     effects = {i for i in read if any(i in o.effects for o in traced.operations)}
-    written = traced.written.union(i for i in effects if not shares_statistics(i))
+    written = (traced.written.keys() - settled).union(i for i in effects if not shares_statistics(i))
     external = [i for i in read if i.op == "placeholder" or i in written]
     kept = tuple(slot_of[i] for i in external if i in written and i not in only_written(operation))
     own_effects = tuple(slot_of[p] for p in effect_outputs(operation))

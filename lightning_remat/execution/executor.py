@@ -377,11 +377,11 @@ class Execution:
             return values
         values = list(values)
         for slot in step.kept:
-            version = self.kept_versions.get((n, slot))
-            if version is not None and values[slot]._version != version:
+            if (version := self.kept_versions.get((n, slot))) is not None and values[slot]._version != version:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
         for slot in {*step.kept, *copies}:
-            values[slot] = cast(Tensor, copies.get(slot, values[slot])).detach().clone()
+            own: Tensor = values[slot]
+            values[slot] = copies.get(slot, own).detach().clone().requires_grad_(own.requires_grad)
         return values
 
     def _check_output(self, n: int) -> None:

@@ -125,6 +125,7 @@ class _Forward:
             if learns is not None and learns.is_first:
                 rests = learns.rests(returned)
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
+            self._settle()
             self._leave_autograd()
             if program.rests.filled:
                 self._watch_sources()
@@ -139,6 +140,11 @@ class _Forward:
             return returned.get(a.slot, self.values[a.slot]) if isinstance(a, SlotOf) else a
 
         return map_aggregate(self.program.result, returns)
+
+    def _settle(self) -> None:
+        """What the forward has written is what recomputations must find."""
+        for slot in self.program.settled:
+            self.execution.versions[slot] = self.values[slot]._version
 
     def _leave_autograd(self) -> None:
         """From here on the table must not hold the autograd graph that holds the table."""
@@ -353,6 +359,7 @@ class _Forward:
         """Recomputes within the forward; later operations read the first run's tensors, filled again."""
         step = self.program.steps[n]
         asleep = self.dormant.pop(n, None)
+        self._settle()
         self.execution.run_again(n)
         if asleep is None:
             return

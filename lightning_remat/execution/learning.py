@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..capture.unseen_writes import UNSEEN_WRITES
 from ..operations.evaluation import slots
 from ..operations.saved_tensors import (
     ExternalRef,
@@ -27,7 +28,7 @@ from ..operations.saved_tensors import (
 from .flow import Flow, age, reached
 from .instructions import Order
 from .places import ELSEWHERE, TAPE, Place, Places
-from .program import Program
+from .program import Program, Step
 from .resting import EMPTY_SHAPE, Entry, Form, Rests, rests_of
 
 
@@ -52,6 +53,7 @@ class Learning:
         self._given = values[:num_given]
         self.given = tensors_of(self._given)
         self._given_nodes = {t.grad_fn for t in self.given if t.grad_fn is not None}
+        self._effects: set[int] = set()  # the storages of what these made for others
         self.external = storage_keys(self.given)
         # Autograd's nodes of the outputs, by their ages: the nodes would hold what is saved, and some go meanwhile.
         self._ages: dict[int, set[int]] = {}
@@ -63,7 +65,7 @@ class Learning:
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
         outputs = self.program.steps[n].outputs
-        self.external |= storage_keys(tensors_of(self.values[slot] for slot in self.program.steps[n].effects))
+        self._note_effects(self.program.steps[n])
         tensors = tensors_of(self.values[slot] for slot in outputs)
         self.leaves[n] = [Leaf.of(t) for t in tensors]
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
@@ -80,6 +82,13 @@ class Learning:
             self._maker[tensors[0]] = n
             if not others and (form := self._form(n, tensors[0])) is not None:
                 self.forms[n] = form
+
+    def _note_effects(self, step: Step) -> None:
+        if step.effects:
+            self._effects |= storage_keys(tensors_of(self.values[slot] for slot in step.effects))
+            self.external |= self._effects
+        if any(part.target in UNSEEN_WRITES for part in step.operation.effects):  # parameters have other memory now
+            self.external = storage_keys(self.given) | self._effects
 
     def _form(self, n: int, output: Any) -> Form | None:
         """What the only output of an operation is, if that is a plain tensor, and its storage that of one."""

@@ -58,7 +58,7 @@ class Step:
         inputs: What it reads that operations make.
         producers: Which operations make these.
         external: What it reads from outside and a recomputation must find unchanged.
-        kept: What it reads outside though the graph writes it: a recomputation reads copies made at the first run.
+        kept: What it reads outside and the graph writes afterwards: a recomputation reads copies made at the first run.
         is_hooked: Whether something that its backward reads is discarded before: autograd then gets references.
         is_announced: Whether its backward must tell that it begins, though it may ask for nothing.
         is_output: Whether the caller gets what it makes.
@@ -124,6 +124,7 @@ class Program:
         released: For each operation, whose outputs the table lets go of once its backward has read them.
         hooked: The operations of which autograd gets references.
         revived: The operations that run again before the first backward.
+        settled: The places of what lies outside and is written before operations read it that may run again.
         result: What the caller gets: slots in place of fx nodes.
         rests: What gives up its memory in place.
         variants: The program in which nothing rests, and once it has run the one by which further calls run.
@@ -155,6 +156,7 @@ class Program:
     released: tuple[frozenset[int], ...]
     hooked: frozenset[int]
     revived: frozenset[int]
+    settled: tuple[int, ...]
     result: Any
     rests: Rests
     variants: list[Program]

@@ -61,7 +61,7 @@ class TracedModule:
         outputs: Indices of the operations whose values the module returns.
         producer: The operation that makes each fx node's value.
         owned: The placeholders whose values the module holds, not the call, and the names under which it does.
-        written: The placeholders that operations or effects write.
+        written: The placeholders that operations or effects write, each with the last node that does.
         forward: The compiled forward that handed over the graph; binds further calls, and runs them.
         captured: What it handed over.
         reasons: What of the call runs otherwise than operation by operation, and why.
@@ -76,7 +76,7 @@ class TracedModule:
     outputs: tuple[int, ...]
     producer: Mapping[fx.Node, int]
     owned: Mapping[fx.Node, str]
-    written: frozenset[fx.Node]
+    written: Mapping[fx.Node, fx.Node]
     forward: Any
     captured: object
     reasons: tuple[str, ...] = ()

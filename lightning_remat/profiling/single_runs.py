@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..capture.unseen_writes import UNSEEN_WRITES
 from ..measure.stopwatch import Stopwatch
 from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
@@ -45,8 +46,8 @@ class SingleRuns:
         self.draws = OwnDraws()
         # Elsewhere the mode would only cost the time that is measured.
         self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
-        self.external = storage_keys(self.given_tensors())
         self.shared: dict[fx.Node, Tensor] = {}
+        self._note_external()
         self.leaves: list[list[Leaf]] = [[] for _ in self.operations]
         self._last_reader: dict[fx.Node, int] = {}
         for n, operation in enumerate(self.operations):
@@ -84,9 +85,9 @@ class SingleRuns:
         for part, value in zip(effect_outputs(operation), made[len(operation.outputs) :], strict=True):
             self._values[part] = value
             if shares_statistics(part):
-                gone = [self.shared[part]] if part in self.shared else []
-                self.external = (self.external - storage_keys(gone)) | storage_keys([value])
                 self.shared[part] = value
+        if any(shares_statistics(part) or part.target in UNSEEN_WRITES for part in operation.effects):
+            self._note_external()
         return list(made[: len(operation.outputs)])
 
     def keep(self, n: int, values: list[Any]) -> None:
@@ -132,6 +133,9 @@ class SingleRuns:
             if self.leaves[producer][index + k].requires_grad:
                 t.requires_grad_()
         return value
+
+    def _note_external(self) -> None:
+        self.external = storage_keys([*self.given_tensors(), *self.shared.values()])
 
     def _note_constants(self) -> None:
         """Evaluates the shapes that have become known."""

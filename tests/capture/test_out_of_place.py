@@ -155,6 +155,27 @@ def test_what_is_overwritten_and_read_again_stays_in_place() -> None:
     assert trace_out_of_place(Activated(nn.ELU(inplace=True)), x) is None, "its gradient would differ in a bit"
 
 
+class Level(nn.Module):
+    """A buffer that an activation writes, beside an activation of the network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("level", torch.linspace(-1, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.layer(x))
+        with torch.no_grad():
+            functional.leaky_relu_(self.level)
+        return h * 2
+
+
+def test_buffers_are_written_all_the_same() -> None:
+    apart = trace_out_of_place(Level(), torch.randn(8, 6))
+    assert apart is not None
+    assert [placeholder.name for placeholder in apart.written] == ["l_self_buffers_level_"]
+
+
 def test_what_a_hook_sees_stays_as_it_is() -> None:
     seen: list[Tensor] = []
     module, x = Activated(nn.ReLU(True)), torch.randn(8, 6)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_remat.capture.dynamo import _put_inputs_first
-from lightning_remat.capture.exchanged_data import exchange_data, join_exchanges
+from lightning_remat.capture.unseen_writes import exchange_data, set_apart
 
 
 def _lower_version_count_by_1(tensor: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def test_two_calls_that_exchange_data_are_one() -> None:
     written = graph.call_function(torch.Tensor.set_, (held, graph.call_function(torch.exp, (x,))))
     graph.call_function(_lower_version_count_by_1, (written,))
     graph.output(graph.call_function(torch.mul, (held, 2)))
-    join_exchanges(graph)
+    set_apart(graph)
     graph.lint()
     assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.exp, exchange_data, torch.mul]
     tensor, x = torch.zeros(3), torch.randn(3)

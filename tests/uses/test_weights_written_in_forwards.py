@@ -1,0 +1,179 @@
+"""Forwards that write their own weights: forced norms, largest norms, clipping, averages of directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from changing_steps import BATCH, WIDTH, Halves, Outcome, keeping_nothing, outcome_of
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_remat import profile, trace
+from lightning_remat.execution.assembly import compile_schedule
+
+
+def directions(weight: Tensor) -> Tensor:
+    """Rows of length one."""
+    return weight / (weight.norm(dim=1, keepdim=True) + 1e-4)
+
+
+class Forced(nn.Linear):
+    """EDM2's layer: the weight is normalized in place, then once more where gradients see it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.to(torch.float32).contiguous()
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(directions(weight))
+        weight = directions(weight)
+        return functional.linear(input, weight.to(input.dtype), self.bias)
+
+
+class ForcedNorms(Halves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[0], self.tail[2] = Forced(WIDTH, WIDTH), Forced(WIDTH, WIDTH)
+        self.middle = Forced(WIDTH, WIDTH)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.middle(h).sigmoid()
+
+
+class LargestNorm(nn.Linear):
+    """EEGNet's layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(input)
+
+
+class LargestNorms(Halves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[2], self.tail[0] = LargestNorm(WIDTH, WIDTH), LargestNorm(WIDTH, WIDTH)
+
+
+class Clipped(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class ClippedByData(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class ClippedAsItIsRead(Halves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.scale.clamp_(-0.5, 0.5)
+        return (h * scale).sigmoid()
+
+
+class DecayedAfterIt(Halves):
+    """A recomputation of the first layer needs its weight as it was."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head[0].weight.mul_(0.9)
+        return h
+
+
+class DecayedByDataAfterIt(Halves):
+    def between(self, h: Tensor) -> Tensor:
+        self.head[0].weight.data.mul_(0.9)
+        return h
+
+
+class ExchangedAfterIt(Halves):
+    def between(self, h: Tensor) -> Tensor:
+        self.head[0].weight.data = self.head[0].weight.data * 0.9
+        return h
+
+
+class Indexed(Halves):
+    """Rows of a table."""
+
+    def batch(self, k: int) -> tuple[Any, ...]:
+        return (torch.randint(20, (BATCH, 3), generator=torch.Generator().manual_seed(k)),)
+
+
+class NormedTable(Indexed):
+    """The same table twice in a forward, which writes it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH, max_norm=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.table(x[:, 0]))
+        return self.tail(h + self.table(x[:, 1]).tanh())
+
+
+class NormedBag(Indexed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, WIDTH, max_norm=0.7, norm_type=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.table(x))
+
+
+class Spectral(Halves):
+    """Spectral normalization as models had it before PyTorch did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.u = nn.Parameter(functional.normalize(torch.randn(WIDTH), dim=0), requires_grad=False)
+        self.v = nn.Parameter(functional.normalize(torch.randn(WIDTH), dim=0), requires_grad=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        matrix = self.weight.view(WIDTH, -1)
+        self.v.data = functional.normalize(torch.mv(matrix.data.t(), self.u.data), dim=0)
+        self.u.data = functional.normalize(torch.mv(matrix.data, self.v.data), dim=0)
+        sigma = self.u.dot(matrix.mv(self.v))
+        return functional.linear(h, self.weight / sigma.expand_as(self.weight)).sigmoid()
+
+
+CASES = [
+    ForcedNorms, LargestNorms, Clipped, ClippedByData, ClippedAsItIsRead, DecayedAfterIt, DecayedByDataAfterIt,
+    ExchangedAfterIt, NormedTable, NormedBag, Spectral,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_written_once_and_recomputed_as_they_were(case: type[Halves]) -> None:
+    assert outcome_of(case) is Outcome.EXACT
+
+
+@pytest.mark.parametrize("case", [ForcedNorms, LargestNorms, NormedBag, Spectral])
+def test_no_copies_are_made_of_weights_that_are_written_before_they_are_read(case: type[Halves]) -> None:
+    module = case()
+    batch = module.batch(0)
+    traced = trace(module, *batch)
+    assert traced.written
+    graph = profile(traced, *batch, repeats=1)
+    program = compile_schedule(traced, keeping_nothing(graph, 0), graph)
+    assert not [step.operation.name for step in program.steps if step.kept]
+
+
+def test_of_weights_that_are_written_afterwards_copies_are_made() -> None:
+    module = DecayedAfterIt()
+    batch = module.batch(0)
+    traced = trace(module, *batch)
+    graph = profile(traced, *batch, repeats=1)
+    program = compile_schedule(traced, keeping_nothing(graph, 0), graph)
+    assert [step.operation.name for step in program.steps if step.kept] == ["head.0"]
