@@ -267,31 +267,42 @@ def _constants(graph: fx.Graph, producer: Mapping[fx.Node, int], effects: frozen
 def _check_writes(
     module: nn.Module, graph: fx.Graph, records: dict[fx.Node, Record], owned: Mapping[fx.Node, str]
 ) -> None:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for n in graph.nodes:
-        for owner in records[n].writes:
-            if owner.op == "placeholder" and owner not in owned:
+        for owner in records[n].writes.intersection(placeholders):
+            what = f"the parameter {owned[owner]}" if owner in owned else "an input"
+            if records[n].needs_grad and records[owner].needs_grad:
                 raise TraceError(
-                    f"{type(module).__name__}: {n.name} writes in place into an input, so a recomputation would see "
-                    f"other values ({_line_of(n)}). Remedy: use the out-of-place form of this operation",
+                    f"{type(module).__name__}: {n.name} writes in place into {what}, with gradients "
+                    f"({_line_of(n)}). Remedy: write under torch.no_grad(), or use the out-of-place form",
                     where=_line_of(n),
                 )
-            if owner.op == "placeholder" and records[n].needs_grad and records[owner].needs_grad:
+            if owner not in owned and any(owner in records[other].views for other in placeholders):
                 raise TraceError(
-                    f"{type(module).__name__}: {n.name} writes in place into the parameter {owned[owner]} "
-                    f"({_line_of(n)}). Remedy: update parameters under torch.no_grad()",
+                    f"{type(module).__name__}: {n.name} writes in place into an input that shares its memory with "
+                    f"another, so a recomputation would see other values ({_line_of(n)}). Remedy: use the out-of-place "
+                    "form of this operation",
                     where=_line_of(n),
                 )
 
 
 def _read_written_as_they_are(graph: fx.Graph, records: dict[fx.Node, Record]) -> None:
-    """Casts that change nothing go, of what is written: a view would be read as it was when the view was made."""
+    """What hands on a tensor that is written (the write, a cast that changes nothing) is read by none but the caller.
+
+    All others read the tensor itself, as it is then.
+    """
     written = {o for entry in records.values() for o in entry.writes if o.op == "placeholder"}
     for n in list(graph.nodes):
         origin = records[n].passes_on
-        if origin in written and not records[n].writes and all(u.op != "output" for u in n.users):
-            n.replace_all_uses_with(origin, propagate_meta=False)
-            graph.erase_node(n)
-            del records[n]
+        if origin in written:
+            n.replace_all_uses_with(origin, delete_user_cb=_is_within)
+            if not n.users and not records[n].writes:
+                graph.erase_node(n)
+                del records[n]
+
+
+def _is_within(user: fx.Node) -> bool:
+    return user.op != "output"
 
 
 def _line_of(n: fx.Node) -> str:

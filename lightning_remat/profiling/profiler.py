@@ -199,7 +199,7 @@ class _Profiler:
             forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
             storage_of=operation.view_of if not output_bytes else None,
             is_random=operation.is_random,
-            mutates=tuple(self.traced.owned[n] for n in operation.writes),
+            mutates=tuple(self.traced.owned.get(n, n.name) for n in operation.writes),
             gradient_bytes=0 if operation.is_dead_end else logical_bytes(t for t in leaves if t.requires_grad),
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),

@@ -23,7 +23,7 @@ from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
-from ..module_state.preserve import record
+from ..module_state.preserve import record, record_values
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
 from ..operations.saved_tensors import nodes_below
@@ -39,7 +39,7 @@ WORTH_ANOTHER = 0.01
 
 @contextmanager
 def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> Generator[None]:
-    """What the block does to parameters, buffers, attributes, gradients and random states is undone.
+    """What the block does to parameters, buffers, attributes, gradients, inputs and random states is undone.
 
     Args:
         module: What the block calls.
@@ -49,7 +49,7 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
     """
     fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
     settle(module)  # before it is recorded
-    put_back = record([module])
+    put_back, put_back_inputs = record([module]), record_values(tensors_in(inputs))
     if has_units(module):  # whose gradients come from whole backwards, which would add to those that are there
         for parameter in module.parameters():
             parameter.grad = None
@@ -60,6 +60,7 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
                 yield
         finally:
             put_back()
+            put_back_inputs()
 
 
 class _Loss(torch.autograd.Function):

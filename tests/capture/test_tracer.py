@@ -149,8 +149,8 @@ def test_a_reader_of_the_old_value_is_fused_with_the_write() -> None:
 
 
 class WritesInput(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.relu_() + 1
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return x.relu_() + sum(map(torch.sum, others))
 
 
 class Counts(nn.Module):
@@ -186,9 +186,11 @@ def test_tensors_made_from_constants() -> None:
     assert vars(module) == attributes
 
 
-def test_a_write_into_an_input_is_refused() -> None:
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_a_write_into_an_input_that_others_see_is_refused(shares_memory: bool) -> None:
+    x = torch.randn(3, requires_grad=not shares_memory) * 1
     with pytest.raises(TraceError, match=r"writes in place into an input.*Remedy") as error:
-        trace(WritesInput(), torch.randn(3))
+        trace(WritesInput(), *([x, x[:2]] if shares_memory else [x]))
     assert error.value.where is not None
     assert error.value.where.startswith(f"{__file__}:")
 

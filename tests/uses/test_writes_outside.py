@@ -1,4 +1,7 @@
-"""Forwards that write their own weights: forced norms, largest norms, clipping, averages of directions."""
+"""Forwards that write what lies outside the graph.
+
+Their weights: forced norms, largest norms, clipping, averages of directions. Their inputs: scaled, masked.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from changing_steps import BATCH, WIDTH, Halves, Outcome, keeping_nothing, outco
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_remat import profile, trace
+from lightning_remat import profile, rematerialize, trace
 from lightning_remat.execution.assembly import compile_schedule
 
 
@@ -147,33 +150,82 @@ class Spectral(Halves):
         return functional.linear(h, self.weight / sigma.expand_as(self.weight)).sigmoid()
 
 
+class ScaledInput(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sub_(0.5).div_(2))
+
+
+class MaskedInput(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        x[x > 0.5] = 0
+        x[:, 1].mul_(3)
+        return super().forward(x)
+
+
+class InputScaledAfterIt(Halves):
+    """The first layer is recomputed from what it read, of which only its weight's gradient sees no more."""
+
+    def batch(self, k: int) -> tuple[Any, ...]:
+        return (*super().batch(k), torch.linspace(0, 1, BATCH)[:, None])
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        h = self.head(x + level)
+        x.mul_(2)
+        level += 1
+        return self.tail(h + x * level)
+
+
+class InputScaledByDataAfterIt(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(x)
+        x.data.mul_(2)
+        return self.tail(h)
+
+
+class InputInPieces(Halves):
+    """What divides the forward leaves the write to the first piece."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.relu_()
+        h = self.head(x)
+        torch._dynamo.graph_break()
+        return self.tail(h + x)
+
+
 CASES = [
     ForcedNorms, LargestNorms, Clipped, ClippedByData, ClippedAsItIsRead, DecayedAfterIt, DecayedByDataAfterIt,
     ExchangedAfterIt, NormedTable, NormedBag, Spectral,
+    ScaledInput, MaskedInput, InputScaledAfterIt, InputScaledByDataAfterIt, InputInPieces,
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_written_once_and_recomputed_as_they_were(case: type[Halves]) -> None:
+def test_what_is_written_is_written_once_and_recomputed_from_as_it_was(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
-@pytest.mark.parametrize("case", [ForcedNorms, LargestNorms, NormedBag, Spectral])
-def test_no_copies_are_made_of_weights_that_are_written_before_they_are_read(case: type[Halves]) -> None:
+@pytest.mark.parametrize("case", [MaskedInput, InputScaledAfterIt, InputInPieces])
+def test_planning_leaves_the_inputs_as_they_were(case: type[Halves]) -> None:
     module = case()
+    batch = module.batch(0)
+    rematerialize(module, *batch, memory_budget="90%")
+    assert all(torch.equal(a, b) for a, b in zip(batch, module.batch(0), strict=True))
+
+
+@pytest.mark.parametrize("case", [ForcedNorms, LargestNorms, ClippedAsItIsRead, NormedBag, Spectral, ScaledInput])
+def test_no_copies_are_made_of_what_is_written_before_it_is_read(case: type[Halves]) -> None:
+    assert not _names_that_read_copies(case())
+
+
+def test_of_what_is_written_afterwards_copies_are_made() -> None:
+    assert _names_that_read_copies(DecayedAfterIt()) == ["head.0"]
+
+
+def _names_that_read_copies(module: Halves) -> list[str]:
     batch = module.batch(0)
     traced = trace(module, *batch)
     assert traced.written
     graph = profile(traced, *batch, repeats=1)
     program = compile_schedule(traced, keeping_nothing(graph, 0), graph)
-    assert not [step.operation.name for step in program.steps if step.kept]
-
-
-def test_of_weights_that_are_written_afterwards_copies_are_made() -> None:
-    module = DecayedAfterIt()
-    batch = module.batch(0)
-    traced = trace(module, *batch)
-    graph = profile(traced, *batch, repeats=1)
-    program = compile_schedule(traced, keeping_nothing(graph, 0), graph)
-    assert [step.operation.name for step in program.steps if step.kept] == ["head.0"]
+    return [step.operation.name for step in program.steps if step.kept]
