@@ -22,8 +22,8 @@ from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.agreement import all_ranks, first_rank, together
-from ..module_state.nesting import tensors_in
-from ..module_state.preserve import preserved, record_values
+from ..module_state.batches import tensors_held
+from ..module_state.preserve import preserved
 from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
@@ -33,10 +33,11 @@ from ..regions.look_through import NoCallError, look_through
 from ..reports.report import draw_plots, write_report
 from ..reports.result import Result
 from ..schedules.schedule import Schedule
-from .resizing import batch_size_of, resized
+from .resizing import batch_size_of
 from .search import find
 from .settings import Settings
 from .trial import STEPS_PER_TRIAL
+from .tried_batch import TriedBatch
 
 T = TypeVar("T")
 
@@ -138,14 +139,13 @@ class PlainTrial:
         is_accumulating: bool,
         gather_bandwidth: Bandwidth | None = None,
     ) -> None:
-        self.module, self.batch, self.loss_of = module, batch, loss_of
+        self.module, self.loss_of = module, loss_of
         self.optimizers, self.modules, self.is_accumulating = optimizers, modules, is_accumulating
         self.precision, self.backward = precision, backward
         self.gather_bandwidth = bandwidth_of(module, gather_bandwidth)
         self.batch_size = batch_size_of(batch)
         self.num_devices = dist.get_world_size() if has_units(module) else 1
-        self._batch = self.batch_size, batch
-        self._put_back_batches = [record_values(tensors_in(batch))]
+        self._batch = TriedBatch(batch, self.batch_size)
         self.device = device_of(module.parameters())
 
     @contextmanager
@@ -156,15 +156,11 @@ class PlainTrial:
             try:
                 yield
             finally:
-                for put_back in self._put_back_batches:
-                    put_back()
+                self._batch.put_back()
 
     def batch_of(self, batch_size: int) -> Any:
         """The batch, repeated or cut to that size."""
-        if self._batch[0] != batch_size:
-            self._batch = batch_size, resized(self.batch, batch_size)
-            self._put_back_batches[1:] = [record_values(tensors_in(self._batch[1]))]
-        return self._batch[1]
+        return self._batch.of(batch_size)
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
         """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
@@ -193,7 +189,7 @@ class PlainTrial:
 
     def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
-        batch = tensors_in(self.batch_of(batch_size))
+        batch = tensors_held(self.batch_of(batch_size))
         with self.undone():
             optimizer = optimizer_footprint(self.module, self.optimizers, self.device)
         return Surroundings(
@@ -212,12 +208,12 @@ class PlainTrial:
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0
         with self.undone(), unsynchronized(), ExitStack() as stack:
-            batch = self.batch_of(batch_size)
             if self.within is not None:
-                held = storage_bytes(held_tensors(self.module, self.optimizers, batch))
+                held = storage_bytes(held_tensors(self.module, self.optimizers, self.batch_of(batch_size)))
                 stack.enter_context(enforced(self.device, self.within, held))
             for i in range(STEPS_PER_TRIAL):
-                alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_in(batch)]
+                batch = self.batch_of(batch_size)
+                alive = [self.module, *optimizer_tensors(self.optimizers), *tensors_held(batch)]
                 with measure_peak(self.device, alive, with_scratch=with_scratch) as measured:
                     self._step(batch, zero_grad=i == 0 or not self.is_accumulating)
                 peak_bytes = max(peak_bytes, measured.peak_bytes)
@@ -235,7 +231,7 @@ class PlainTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.device, held_tensors(self.module, self.optimizers, self.batch))
+        return alive_bytes(self.device, held_tensors(self.module, self.optimizers, self._batch.given))
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Epochs are the caller's."""

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import casts_apart
-from ..module_state.nesting import extents_of, tensors_in
+from ..module_state.batches import tensors_held
+from ..module_state.nesting import extents_of
 from ..operations.contexts import lift_contexts
 from ..operations.functions import differentiates_in_its_backward, replace_functions, returns_nothing
 from ..operations.operation import Operation, TracedModule
@@ -59,7 +60,7 @@ def out_of_place(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, 
     lowest peak may be lower, as that input need not stay while the gradient passes the activation.
     """
     captured, values = _bound(traced.forward, traced.module, args, kwargs)
-    given = tensors_in((args, kwargs))
+    given = tensors_held((args, kwargs))
     return traced_graph(traced.module, traced.forward, captured, values, given, is_out_of_place=True)
 
 
@@ -67,7 +68,7 @@ def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """What `trace` returns, and the values of its placeholders in this call."""
     forward = forward_of(module)
     captured, values = _bound(forward, module, args, kwargs)
-    return next(_ways_of_graph(module, forward, captured, values, tensors_in((args, kwargs)))), values
+    return next(_ways_of_graph(module, forward, captured, values, tensors_held((args, kwargs)))), values
 
 
 def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TracedModule, list[Any]]:
@@ -79,7 +80,7 @@ def recapture(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any
     captured, values = _bound(traced.forward, traced.module, args, kwargs)
     if captured is traced.captured:
         return traced, values
-    ways = _ways_of_graph(traced.module, traced.forward, captured, values, tensors_in((args, kwargs)))
+    ways = _ways_of_graph(traced.module, traced.forward, captured, values, tensors_held((args, kwargs)))
     other = next(ways)
     if not is_alike(traced, other):
         other = next((way for way in ways if is_alike(traced, way)), other)

@@ -139,7 +139,7 @@ class Recorder:
             self.undo.append(partial(_put_back_text, value, value.getvalue(), value.tell()))
         elif (source := generator_of(value)) is not None:
             self.undo.append(RandomState([source]).put_back)
-        elif _is_plain(value):
+        elif is_plain(value):
             self._add_attributes(value)
         else:
             self._seen.pop(id(value))  # it may be added as a holder yet
@@ -309,7 +309,7 @@ def _value_undo(tensor: Tensor) -> Undo:
     return put_back
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether an object is no more than its attributes, as far as can be told."""
     if isinstance(value, (Dataset, DataLoader)) or callable(getattr(type(value), "__next__", None)):
         return False

@@ -20,7 +20,7 @@ from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
 from ..module_state.ambient import casts_apart
-from ..module_state.nesting import tensors_in
+from ..module_state.batches import tensors_held
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.module_hooks import silent
 from ..operations.operation import TracedModule
@@ -78,7 +78,7 @@ def profile(
     Raises:
         ValueError: The inputs do not have the structure that was traced.
     """
-    given = tensors_in((args, kwargs))
+    given = tensors_held((args, kwargs))
     called, values = recapture(traced, args, kwargs)
     if not is_alike(called, traced):
         raise ValueError(

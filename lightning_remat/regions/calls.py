@@ -15,7 +15,8 @@ from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.ambient import Ambient
-from ..module_state.nesting import flatten, tensors_in
+from ..module_state.batches import tensors_held
+from ..module_state.nesting import flatten
 from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
 from ..profiling.profiler import profile, profile_call
@@ -106,7 +107,7 @@ class Call:
         def made() -> Graph:
             if part is None:
                 return profile(traced, *self.args, **options, **self.kwargs)
-            return profile_call(traced, stand_ins(part.values), tensors_in((self.args, self.kwargs)), **options)
+            return profile_call(traced, stand_ins(part.values), tensors_held((self.args, self.kwargs)), **options)
 
         with self.ambient.restored():
             graph = known_profile(traced, leaves if part is None else part.values, options, made)
@@ -120,7 +121,7 @@ class Call:
             assert part.failure is not None
             raise not_one_graph(self.module, part.failure) from part.failure
         forward = forward_of(self.module, is_whole=part.is_whole)
-        given, values = tensors_in((self.args, self.kwargs)), stand_ins(part.values)
+        given, values = tensors_held((self.args, self.kwargs)), stand_ins(part.values)
         with torch.enable_grad():
             return traced_graph(self.module, forward, part.graph, values, given, is_out_of_place=is_out_of_place)
 

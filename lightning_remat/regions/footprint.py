@@ -14,6 +14,7 @@ from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth, tensor_storage
 from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import storage_bytes
+from ..module_state.batches import tensors_held
 from ..module_state.nesting import tensors_in
 from .calls import Call, View
 
@@ -83,7 +84,7 @@ def owned_tensors(module: nn.Module) -> list[Tensor]:
 
 def held_tensors(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> list[Tensor]:
     """What of a budget is taken before a step."""
-    return [*owned_tensors(module), *optimizer_tensors(optimizers), *tensors_in(batch)]
+    return [*owned_tensors(module), *optimizer_tensors(optimizers), *tensors_held(batch)]
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def outside_bytes(module: nn.Module, view: View, batch: Sequence[Tensor]) -> int
     """
     inside: list[Tensor] = []
     for call in view.calls:
-        inside += [*call.module.parameters(), *call.module.buffers(), *tensors_in((call.args, call.kwargs))]
+        inside += [*call.module.parameters(), *call.module.buffers(), *tensors_held((call.args, call.kwargs))]
     known = _storages(inside)
     parameters = [p for p in module.parameters() if p.requires_grad]
     outside = _storages([*module.parameters(), *module.buffers(), *batch])
@@ -124,7 +125,7 @@ def _counted_twice_bytes(calls: Sequence[Call]) -> int:
     seen = _storages(t for tensors in owned for t in tensors)
     counted, distinct = sum(storage_bytes(tensors) for tensors in owned), sum(seen.values())
     for call in calls:
-        inputs = _storages(tensors_in((call.args, call.kwargs)))
+        inputs = _storages(tensors_held((call.args, call.kwargs)))
         counted += sum(inputs.values())
         distinct += sum(size for key, size in inputs.items() if key not in seen)
         seen |= inputs

@@ -22,6 +22,7 @@ from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
+from ..module_state.batches import as_new, tensors_held
 from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
@@ -172,7 +173,7 @@ def _look_through(
     def leave_by(frame: _Frame, output: Any) -> None:
         frame.leave(output, is_named=modules is not None)
         if len(frames) == 1:
-            backwards.awaited(frame.span, tensors_in(output))
+            backwards.awaited(frame.span, tensors_held(output))
 
     def run_part(module: nn.Module, graph: CapturedGraph, values: list[Any]) -> Any:
         ran.setdefault(graph, _kinds_of(values))
@@ -219,7 +220,7 @@ def _look_through(
             phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
             chosen = [frame for frame in chosen if frame.span.begun in phases]
         calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
-        inputs = tensors_in([(call.args, call.kwargs) for call in calls])
+        inputs = tensors_held([(call.args, call.kwargs) for call in calls])
         for frame in top.children:
             if not frame.is_served and frame.is_differentiable:
                 between[frame.span.begun].append(frame.saved)
@@ -309,7 +310,7 @@ def at_first_size(name: str) -> str:
 
 def _as_call(frame: _Frame, name: str) -> Call:
     """The call with what comes into it cut from its history, in its part too."""
-    leaves, structure = flatten((frame.args, frame.kwargs))
+    leaves, structure = flatten(frame.given)
     cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
     args, kwargs = structure.build(cut.get(id(leaf), leaf) for leaf in leaves)
     part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
@@ -328,7 +329,8 @@ class _Frame:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
-        types = {t.device.type for t in tensors_in((args, kwargs))}
+        self.given = as_new((args, kwargs))  # which the call may take apart
+        types = {t.device.type for t in tensors_held((args, kwargs))}
         self.ambient = Ambient.current(sorted({"cpu", *types} - {"meta"}))
         self.part: Part | None = None
         self.children: list[_Frame] = []
@@ -357,7 +359,7 @@ class _Frame:
 
     def leave(self, output: Any, *, is_named: bool) -> None:
         """It has returned; of one that was not asked for by name the module must be more than a function."""
-        tensors = tensors_in(output)
+        tensors = tensors_held(output)
         self.is_differentiable = any(t.requires_grad for t in tensors)
         self.is_served = self.is_differentiable and (is_named or any(True for _ in self.module.parameters()))
         self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)

@@ -23,7 +23,7 @@ from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
 from ..measure.tensor_bytes import storage_bytes
-from ..module_state.nesting import tensors_in
+from ..module_state.batches import tensors_held
 from ..module_state.random_state import preserved_random
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units
@@ -176,7 +176,7 @@ def compile_stretches(module: nn.Module, **options: Any) -> int:
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Plan:
     """The plan if its step is exactly the plain one; else the plan to keep everything, which is then in force."""
-    if any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+    if any(isinstance(t, FakeTensor) for t in tensors_held((args, kwargs))):
         raise ValueError("self_check compares values, which fake tensors do not have: give real inputs")
     difference = find_difference(module, lambda: step_outcome(module, args, kwargs))
     if difference is None:
@@ -249,7 +249,7 @@ def _budget(
     Raises:
         ValueError: It has none of the accepted forms.
     """
-    tensors: list[Tensor] = [*tensors_in((args, kwargs)), *module.parameters()]
+    tensors: list[Tensor] = [*tensors_held((args, kwargs)), *module.parameters()]
     device = device_of(tensors)
     is_fake = any(isinstance(t, FakeTensor) for t in tensors)
     free, total = (0, 0) if is_fake and device.type != "cpu" else device_memory(device)

@@ -17,7 +17,7 @@ from ..execution.modified import retried
 from ..execution.rewriter import install_regions, restore
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together
-from ..module_state.nesting import tensors_in
+from ..module_state.batches import tensors_held
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units, whole_parts
 from ..operations.operation import TracedModule
@@ -102,7 +102,7 @@ def rewrite_regions(
         units=tuple(units_in(view)),
         left=regions.left,
     )
-    outside = outside_bytes(module, view, tensors_in((args, kwargs)))
+    outside = outside_bytes(module, view, tensors_held((args, kwargs)))
     gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
     around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering, order=view.order)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again

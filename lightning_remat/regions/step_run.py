@@ -21,6 +21,7 @@ from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
+from ..module_state.batches import tensors_held
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import record, record_values
@@ -47,9 +48,9 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
         has_own_draws: Whether torch draws from generators of the block's own instead, so that no state that other
             threads share is put back.
     """
-    fake = next((t for t in tensors_in(inputs) if isinstance(t, FakeTensor)), None)
+    fake = next((t for t in tensors_held(inputs) if isinstance(t, FakeTensor)), None)
     settle(module)  # before it is recorded
-    put_back, put_back_inputs = record([module]), record_values(tensors_in(inputs))
+    put_back, put_back_inputs = record([module]), record_values(tensors_held(inputs))
     if has_units(module):  # whose gradients come from whole backwards, which would add to those that are there
         for parameter in module.parameters():
             parameter.grad = None
@@ -139,7 +140,7 @@ def _without_accumulation_hooks(targets: Sequence[Tensor]) -> Generator[None]:
 def step_outcome(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """All that one forward and backward produce; undone afterwards."""
     args, kwargs = detached((args, kwargs))
-    inputs = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
+    inputs = {f"input {i}": t for i, t in enumerate(tensors_held((args, kwargs)))}
     targets = {name: t for name, t in {**dict(module.named_parameters()), **inputs}.items() if t.requires_grad}
     with untouched(module, args, kwargs):
         outputs = tensors_in(module(*args, **kwargs))
@@ -187,7 +188,7 @@ def step_peak(
 
 def _peak_of_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_module_alone: bool) -> int:
     args, kwargs = detached((args, kwargs))
-    inputs = tensors_in((args, kwargs))
+    inputs = tensors_held((args, kwargs))
     targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
     is_fake = any(isinstance(t, FakeTensor) for t in inputs)
     device = HOST if is_fake else device_of((*inputs, *targets))
@@ -223,7 +224,7 @@ def plain_step_peak(
         predicted_bytes: Its peak as predicted: where that does not fit, it is not run.
         is_module_alone: See `step_peak`.
     """
-    alive = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
+    alive = [*module.parameters(), *module.buffers(), *tensors_held((args, kwargs))]
     device = HOST if any(isinstance(t, FakeTensor) for t in alive) else device_of(alive)
     if predicted_bytes - storage_bytes(alive) > device_memory(device).free_bytes:
         return None

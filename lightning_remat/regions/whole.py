@@ -16,7 +16,8 @@ from ..execution.assembly import checked_program
 from ..execution.modified import retried
 from ..execution.rewriter import current_plan, forced, install, restore
 from ..lowering import keep_everything
-from ..module_state.nesting import flatten, tensors_in
+from ..module_state.batches import tensors_held
+from ..module_state.nesting import flatten
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import fastest_plan
@@ -88,7 +89,7 @@ class _Whole:
     @property
     def is_fake(self) -> bool:
         """Whether it is on fake tensors."""
-        tensors = [*tensors_in((self.args, self.kwargs)), *self.module.parameters()]
+        tensors = [*tensors_held((self.args, self.kwargs)), *self.module.parameters()]
         return any(isinstance(t, FakeTensor) for t in tensors)
 
     def with_way(self, traced: TracedModule) -> _Whole:

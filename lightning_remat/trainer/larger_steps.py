@@ -21,7 +21,7 @@ from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import Rewriting, compile_programs
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
-from ..module_state.nesting import tensors_in
+from ..module_state.batches import tensors_held
 from ..regions.look_through import NoCallError
 from ..reports.result import Result
 from .lightning_step import LightningTrial, StepFailedError
@@ -48,7 +48,7 @@ class _Sizes:
     @classmethod
     def of(cls, batch: Any) -> _Sizes:
         extents: dict[int, tuple[int, ...]] = {}
-        tensors = tensors_in(batch)
+        tensors = tensors_held(batch)
         for t in tensors:
             extents[t.dim()] = tuple(map(max, extents.get(t.dim(), t.shape), t.shape))
         return cls(sum(t.numel() for t in tensors), extents)

@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from ..batch_search.resizing import batch_size_of, has_batch_dimension, resized
+from ..batch_search.resizing import batch_size_of, has_batch_dimension
 from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
+from ..batch_search.tried_batch import TriedBatch
 from ..devices import counts_memory, empty_cache
 from ..measure.allocated_growth import Peak
 from ..measure.bandwidth import Bandwidth, bandwidth_of
@@ -25,8 +26,8 @@ from ..measure.meter import measure_peak
 from ..measure.out_of_memory import is_out_of_memory, is_too_small_for_batch_norm
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.agreement import together
-from ..module_state.nesting import tensors_in
-from ..module_state.preserve import preserved, record_values
+from ..module_state.batches import tensors_held
+from ..module_state.preserve import preserved
 from ..module_state.sharding import settle, settled
 from ..plans.step_memory import Surroundings
 from ..regions.calls import View
@@ -110,14 +111,14 @@ class LightningTrial:
         self.module: nn.Module = trainer.lightning_module
         self.effective_batch_size = settings.effective_batch_size
         self.gather_bandwidth: Bandwidth | None = settings.gather_bandwidth
-        self.batch, self.batch_idx, self.is_on_device = batch, batch_idx, is_on_device
+        self.batch_idx, self.is_on_device = batch_idx, is_on_device
         self.with_optimizer, self.loaders = with_optimizer, loaders
         self.device = trainer.strategy.root_device
         self.num_devices = trainer.world_size
         self.has_batch_dimension = has_batch_dimension(batch)
         self._told = common_batch_size(loaders or training_loaders(trainer))
         own_size = batch_size_of(batch, self._told) if self.has_batch_dimension else 1
-        elements = ranks.gathered(trainer, sum(t.numel() for t in tensors_in(batch)))
+        elements = ranks.gathered(trainer, sum(t.numel() for t in tensors_held(batch)))
         self._planning_rank = elements.index(max(elements))
         self.batch_size = ranks.gathered(trainer, own_size)[self._planning_rank]
         num_samples = num_samples_in(loaders) if loaders else None
@@ -125,8 +126,9 @@ class LightningTrial:
         self.differentiates = False
         self.validation: Validation | None = None
         self.within: int | None = None
-        self._batch: tuple[int, Any] | None = None
-        self._put_back_batches = [record_values(tensors_in(batch))]
+        self._batch = TriedBatch(
+            batch, self.batch_size, self._told, None if is_on_device else partial(on_device, trainer)
+        )
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -137,28 +139,16 @@ class LightningTrial:
             try:
                 yield
             finally:
-                for put_back in self._put_back_batches:
-                    put_back()
+                self._batch.put_back()
 
     def batch_of(self, batch_size: int) -> Any:
         """The batch as it is for that of the trial, else repeated or cut to that size, on the device."""
-        if self._batch is None or self._batch[0] != batch_size:
-            self._forget_batch()  # one at a time
-            batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size, self._told)
-            batch = batch if self.is_on_device else on_device(self.trainer, batch)
-            self._batch = batch_size, batch
-            if batch is not self.batch:
-                self._put_back_batches.append(record_values(tensors_in(batch)))
-        return self._batch[1]
-
-    def _forget_batch(self) -> None:
-        self._batch = None
-        del self._put_back_batches[1:]
+        return self._batch.of(batch_size)
 
     def close(self) -> None:
         """Lets go of the batches: what still refers to the trial must not hold them while training runs."""
-        self.batch = self.validation = self._batch = None
-        self._put_back_batches.clear()
+        self.validation = None
+        self._batch.close()
         empty_cache(self.device)
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
@@ -203,7 +193,7 @@ class LightningTrial:
     def surroundings(self, view: View, batch_size: int) -> Surroundings:
         """What is alive beside the regions."""
         with self.undone():
-            batch = tensors_in(self.batch_of(batch_size))
+            batch = tensors_held(self.batch_of(batch_size))
             optimizer = self._optimizer()
         self.gather_bandwidth = bandwidth_of(self.module, self.gather_bandwidth)  # measured once
         outside, buckets = outside_bytes(self.module, view, batch), buckets_of(self.trainer)
@@ -246,7 +236,7 @@ class LightningTrial:
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
-            self._forget_batch()
+            self._batch.forget()
             empty_cache(self.device)
             held = storage_bytes(self._held(self.batch_of(batch_size)))
             limited = nullcontext() if self.within is None else enforced(self.device, self.within, held)
@@ -254,21 +244,20 @@ class LightningTrial:
                 return self._measured(batch_size, with_scratch)
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
-        batch = self.batch_of(batch_size)
-        peak_bytes = 0
+        peak_bytes, batch = 0, None
         if not self.with_optimizer:
-            peak_bytes = self._optimizer().step_bytes + storage_bytes(tensors_in(batch))
+            peak_bytes = self._optimizer().step_bytes + storage_bytes(tensors_held(self.batch_of(batch_size)))
             for parameter in self.module.parameters():
                 parameter.grad = None
         for i in range(STEPS_PER_TRIAL):
             if i and not self.is_on_device:
                 batch = None
-                self._forget_batch()  # training brings every batch anew, to where memory is free then
+                self._batch.forget()  # training brings every batch anew, to where memory is free then
                 if self.validation is not None:
                     with self._metered([], with_scratch) as measured:
                         self.validation.run(self.trainer, batch_size)
                     peak_bytes = max(peak_bytes, measured.peak_bytes)
-                batch = self.batch_of(batch_size)
+            batch = self.batch_of(batch_size)
             zero_grad = i == 0 or self._num_accumulated(batch_size) == 1
             with self._metered(batch, with_scratch) as measured:
                 run_optimization(
@@ -278,7 +267,7 @@ class LightningTrial:
         return peak_bytes + self._unseen_bytes()
 
     def _metered(self, batch: Any, with_scratch: bool) -> AbstractContextManager[Peak]:
-        alive = [*optimizer_tensors(self.trainer.strategy.optimizers), *tensors_in(batch)]
+        alive = [*optimizer_tensors(self.trainer.strategy.optimizers), *tensors_held(batch)]
         return measure_peak(self.device, [self.module, *alive], with_scratch=with_scratch)
 
     def _held(self, batch: Any) -> list[Tensor]:
@@ -297,7 +286,7 @@ class LightningTrial:
 
     def alive_bytes(self) -> int:
         """Bytes on the device before the search, which count in the budget and are not free."""
-        return alive_bytes(self.device, self._held(self.batch)) + self._unseen_bytes()
+        return alive_bytes(self.device, self._held(self._batch.given)) + self._unseen_bytes()
 
     def leaves_one_sample(self, batch_size: int) -> bool:
         """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""

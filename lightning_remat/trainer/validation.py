@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from ..batch_search.resizing import resized
 from ..measure.out_of_memory import is_out_of_memory
+from ..module_state.batches import as_new
 from .private_api import on_device, run_validation_step
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Validation:
         """
         batch = resized(self.batch, batch_size, self.told) if self.follows else self.batch
         try:
-            run_validation_step(trainer, on_device(trainer, batch), of_several=self.of_several)
+            run_validation_step(trainer, on_device(trainer, as_new(batch)), of_several=self.of_several)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

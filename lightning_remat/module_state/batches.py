@@ -1,0 +1,71 @@
+"""Batches of any kind: their tensors, wherever these are held, and copies that a step may take apart."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from .nesting import flatten
+from .recorded_values import is_plain
+
+logger = logging.getLogger("lightning_remat")
+
+_PLAIN_VALUES = (
+    str, bytes, int, float, complex, type(None), np.ndarray, type, ModuleType, FunctionType, BuiltinFunctionType,
+    MethodType,
+)  # fmt: skip
+"""Of what holds no tensors, that of which there may be many."""
+
+
+def tensors_held(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, each once: those in mappings and in attributes of objects, too.
+
+    A batch may be a graph with its nodes and edges, what a tokenizer returns, or a class of the user's.
+    """
+    return [part for part in _parts_of(batch) if isinstance(part, Tensor)]
+
+
+def as_new(batch: Any) -> Any:
+    """The batch as a step may have it: what it takes out, puts in or exchanges is not seen by the next one.
+
+    Tensors are the very ones, and so is what is no part of a batch: modules, data sets, the trainer.
+    """
+    leaves, structure = flatten(batch)
+    return structure.build(map(_copied, leaves))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, (Tensor, *_PLAIN_VALUES)) or not tensors_held(leaf):
+        return cast(Any, leaf)
+    try:
+        return copy.deepcopy(leaf, {id(part): part for part in _parts_of(leaf)})
+    except TypeError as error:  # it holds what is one of a kind: a file, a lock
+        logger.info("a step is tried on the very %s, which cannot be copied: %s", type(leaf).__name__, error)
+        return leaf
+
+
+def _parts_of(batch: Any) -> Iterator[Any]:
+    """What a batch is made of in the end, each once: tensors, and what is not looked into."""
+    seen: dict[int, Any] = {}  # which live, so that their numbers hold
+    waiting = [batch]
+    while waiting:
+        for leaf in flatten(waiting.pop())[0]:
+            if isinstance(leaf, _PLAIN_VALUES) or id(leaf) in seen:
+                continue
+            seen[id(leaf)] = leaf
+            if isinstance(leaf, Mapping):
+                waiting.append(list(cast("Mapping[Any, Any]", leaf).values()))
+            elif isinstance(leaf, (list, tuple)):
+                waiting.append(list(cast("list[Any]", leaf)))
+            elif isinstance(leaf, Tensor | nn.Module) or not is_plain(leaf):
+                yield leaf
+            else:
+                slots = (name for kind in type(leaf).__mro__ for name in kind.__dict__.get("__slots__", ()))
+                held = [getattr(leaf, name) for name in slots if name != "__dict__" and hasattr(leaf, name)]
+                waiting.append([*held, *getattr(leaf, "__dict__", {}).values()])
