@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -31,20 +31,39 @@ def tensors_held(batch: Any) -> list[Tensor]:
     return [part for part in _parts_of(batch) if isinstance(part, Tensor)]
 
 
-def as_new(batch: Any) -> Any:
+def as_new(batch: Any, instead: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
     """The batch as a step may have it: what it takes out, puts in or exchanges is not seen by the next one.
 
     Tensors are the very ones, and so is what is no part of a batch: modules, data sets, the trainer.
+
+    Args:
+        batch: Or arguments of a call.
+        instead: By their identities, other tensors in the place of some.
     """
     leaves, structure = flatten(batch)
-    return structure.build(map(_copied, leaves))
+    return structure.build(_copied(leaf, instead) for leaf in leaves)
 
 
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, (Tensor, *_PLAIN_VALUES)) or not tensors_held(leaf):
+def cut_from_history(batch: Any) -> dict[int, Tensor]:
+    """What to put instead of each tensor, as it is without a history; those with gradients ask for them.
+
+    What was one tensor stays one: a graph is captured for inputs that are the same, or not.
+    """
+    return {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_held(batch)}
+
+
+def detached(batch: Any) -> Any:
+    """The batch as new, with every tensor cut from its history."""
+    return as_new(batch, cut_from_history(batch))
+
+
+def _copied(leaf: Any, instead: Mapping[int, Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return instead.get(id(leaf), leaf)
+    if isinstance(leaf, _PLAIN_VALUES) or not tensors_held(leaf):
         return cast(Any, leaf)
     try:
-        return copy.deepcopy(leaf, {id(part): part for part in _parts_of(leaf)})
+        return copy.deepcopy(leaf, {id(part): instead.get(id(part), part) for part in _parts_of(leaf)})
     except TypeError as error:  # it holds what is one of a kind: a file, a lock
         logger.info("a step is tried on the very %s, which cannot be copied: %s", type(leaf).__name__, error)
         return leaf

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, forward_of
@@ -184,14 +184,3 @@ class View:
     def order(self) -> tuple[int, ...]:
         """In which the calls run forward and backward, as `Surroundings.order` tells it."""
         return () if self.moments else order_of([call.span for call in self.calls])
-
-
-def detached(value: Any) -> Any:
-    """The nested value with every tensor cut from its history; those with gradients keep `requires_grad`.
-
-    What was one tensor stays one: a graph is captured for inputs that are the same, or not.
-    """
-    leaves, structure = flatten(value)
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    cut = {key: t.detach().requires_grad_(t.requires_grad) for key, t in tensors.items()}
-    return structure.build(cut.get(id(leaf), leaf) for leaf in leaves)

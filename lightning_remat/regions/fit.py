@@ -8,7 +8,7 @@ from torch import nn
 
 from ..budget import format_bytes
 from ..measure.tensor_bytes import storage_bytes, tensor_kinds
-from ..module_state.nesting import tensors_in
+from ..module_state.batches import tensors_held
 from ..schedules.graph import Graph, TensorKind
 
 
@@ -22,7 +22,7 @@ def misfit(graph: Graph, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     """What tells a call from the one that was profiled; None if nothing does, or if that one is not known."""
     if not graph.profiled_on:
         return None
-    given = tensor_kinds(tensors_in((args, kwargs)))
+    given = tensor_kinds(tensors_held((args, kwargs)))
     if given != graph.profiled_on:
         return f"the plan was made for inputs {_listed(graph.profiled_on)} and is given {_listed(given)}"
     own_bytes = storage_bytes([*module.parameters(), *module.buffers()])

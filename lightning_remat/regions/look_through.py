@@ -22,7 +22,7 @@ from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
-from ..module_state.batches import as_new, tensors_held
+from ..module_state.batches import as_new, cut_from_history, tensors_held
 from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import transform_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
@@ -310,9 +310,8 @@ def at_first_size(name: str) -> str:
 
 def _as_call(frame: _Frame, name: str) -> Call:
     """The call with what comes into it cut from its history, in its part too."""
-    leaves, structure = flatten(frame.given)
-    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
-    args, kwargs = structure.build(cut.get(id(leaf), leaf) for leaf in leaves)
+    cut = cut_from_history(frame.given)
+    args, kwargs = as_new(frame.given, cut)
     part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
     return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick, frame.span)
 

@@ -17,7 +17,7 @@ from ..execution.modified import retried
 from ..execution.rewriter import install_regions, restore
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together
-from ..module_state.batches import tensors_held
+from ..module_state.batches import as_new, tensors_held
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units, whole_parts
 from ..operations.operation import TracedModule
@@ -69,10 +69,12 @@ def rewrite_regions(
         ValueError: `plan` was made for another module.
     """
 
+    def call() -> object:
+        own_args, own_kwargs = as_new((args, kwargs))
+        return module(*own_args, **own_kwargs)
+
     def look(watched: Sequence[Any] | None) -> View:
-        return look_through(
-            module, lambda: module(*args, **kwargs), watched, undone=lambda: untouched(module, args, kwargs)
-        )
+        return look_through(module, call, watched, undone=lambda: untouched(module, args, kwargs))
 
     if plan is not None:
         _install_earlier(module, look, plan, error)

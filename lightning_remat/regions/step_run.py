@@ -21,7 +21,7 @@ from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
-from ..module_state.batches import tensors_held
+from ..module_state.batches import detached, tensors_held
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
 from ..module_state.preserve import record, record_values
@@ -29,7 +29,6 @@ from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
 from ..operations.saved_tensors import nodes_below
 from ..profiling.accumulation import copied_as_accumulated
-from .calls import detached
 from .self_check import Outcome, fingerprint
 
 logger = logging.getLogger("lightning_remat")
