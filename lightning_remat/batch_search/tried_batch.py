@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..module_state.batches import as_new, tensors_held
-from ..module_state.preserve import record_values
+from ..module_state.batches import as_new, record_values, tensors_held
 from .resizing import resized
 
 

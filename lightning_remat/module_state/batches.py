@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .nesting import flatten
-from .recorded_values import is_plain
+from .plain_objects import is_plain
 
 logger = logging.getLogger("lightning_remat")
 
@@ -29,6 +31,23 @@ def tensors_held(batch: Any) -> list[Tensor]:
     A batch may be a graph with its nodes and edges, what a tokenizer returns, or a class of the user's.
     """
     return [part for part in _parts_of(batch) if isinstance(part, Tensor)]
+
+
+def record_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """What gives tensors of which no module is in charge (a batch) the values that they have now.
+
+    It writes only where something has changed, since such memory may not be ours to write.
+    """
+    strided = [t.detach() for t in tensors if t.layout is torch.strided and not t.is_nested]
+    before = [(t, t.to("cpu", copy=True)) for t in strided if not isinstance(t, FakeTensor)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for t, value in before:
+                if not torch.equal(t.cpu(), value):
+                    t.copy_(value)
+
+    return put_back
 
 
 def as_new(batch: Any, instead: Mapping[int, Tensor] = MappingProxyType({})) -> Any:

@@ -1,15 +1,16 @@
-"""Iterators that a module holds: where they are is put back where that can be, and told where it cannot."""
+"""Iterators that a module holds: tried steps take from them what the steps of training will take once more."""
 
 from __future__ import annotations
 
 import copy
 import io
 import itertools
-import warnings
-from collections.abc import Callable
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, MutableSequence
+from typing import Any, NamedTuple, Self, cast
 
-from torch import nn
+from .batches import as_new, record_values, tensors_held
+from .random_state import RandomState
 
 _Count: Any = itertools.count
 _SEQUENCES: Any = ([], (), range(0), range(2**70), "", b"", bytearray())
@@ -17,38 +18,109 @@ _WITH_PLACE: tuple[Any, ...] = (*(cast(Any, type(iter(some))) for some in _SEQUE
 """Those that tell their place, and can be set to it."""
 
 
-def iterators_undo(module: nn.Module) -> Callable[[], None]:
-    """Puts back the places of the iterators among a module's attributes; warns of those of which nobody knows them.
+class _Taken(NamedTuple):
+    """What an iterator gave: the random states before and after it, and what puts its values back."""
 
-    >>> from torch import nn
-    >>> module = nn.Identity()
-    >>> module.numbers, module.names = itertools.count(3), iter(["a", "b", "c"])
-    >>> put_back = iterators_undo(module)
-    >>> next(module.numbers), next(module.names), next(module.names)
+    item: Any
+    before: RandomState
+    after: RandomState
+    put_back: Callable[[], None]
+
+
+class Rewindable:
+    """An iterator in the place of one that knows no way back.
+
+    What is taken while steps are tried it gives once more, to each step that is tried and to the first ones that are
+    not: with the random numbers that were drawn for it, if the states are the same. Then it goes on.
+
+    >>> squares = Rewindable(k * k for k in range(5))
+    >>> squares.begin()
+    >>> next(squares), next(squares)
+    (0, 1)
+    >>> squares.rewind()
+    >>> [*squares]
+    [0, 1, 4, 9, 16]
+
+    Args:
+        source: The iterator.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._taken: deque[_Taken] = deque()
+        self._place, self._is_tried = 0, False
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the source is where it was."""
+        return not self._taken
+
+    def begin(self) -> None:
+        """From here on steps are tried."""
+        self._place, self._is_tried = 0, True
+
+    def rewind(self) -> None:
+        """Back to where it was when they began."""
+        self._place, self._is_tried = 0, False
+        for taken in self._taken:
+            taken.put_back()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._place == len(self._taken):
+            if not self._is_tried:
+                return next(self.source)
+            before, item = RandomState.of_all(), next(self.source)
+            self._taken.append(_Taken(item, before, RandomState.of_all(), record_values(tensors_held(item))))
+        elif self._taken[self._place].before.is_current():
+            self._taken[self._place].after.put_back()
+        if not self._is_tried:
+            return self._taken.popleft().item
+        self._place += 1
+        return as_new(self._taken[self._place - 1].item)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as pickle and copies ask, before there is a source
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+def iterators_undo(holder: dict[Any, Any] | MutableSequence[Any]) -> Callable[[], None]:
+    """Puts back the iterators among attributes, or among what a container holds, to where they are now.
+
+    >>> names = {"numbers": itertools.count(3), "names": iter(["a", "b", "c"])}
+    >>> put_back = iterators_undo(names)
+    >>> next(names["numbers"]), next(names["names"]), next(names["names"])
     (3, 'a', 'b')
     >>> put_back()
-    >>> next(module.numbers), next(module.names)
+    >>> next(names["numbers"]), next(names["names"])
     (3, 'a')
     """
     places: list[tuple[Any, Any]] = []
-    counts: list[tuple[str, Any, Any]] = []
-    state: dict[str, Any] = vars(module)
-    for name, value in state.items():
+    counts: list[tuple[Any, Any, Any]] = []
+    others: list[tuple[Any, Rewindable]] = []
+    slots: Any = holder
+    for name, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, _WITH_PLACE):
             if len(found := value.__reduce__()) == 3:
                 places.append((value, found[2]))
         elif isinstance(value, _Count):
             counts.append((name, value, copy.copy(value)))
         elif hasattr(cast(Any, type(value)), "__next__") and not isinstance(value, io.IOBase):
-            warnings.warn(
-                f"{type(module).__name__} holds an iterator, {name}: steps that are tried while it is planned advance "
-                "it, and nobody can put it back. Remedy: make it anew afterwards",
-                stacklevel=2,
-            )
+            slots[name] = rewindable = value if isinstance(value, Rewindable) else Rewindable(value)
+            rewindable.begin()
+            others.append((name, rewindable))
 
     def put_back() -> None:
         for iterator, place in places:
             iterator.__setstate__(place)
-        state.update({name: twin for name, count, twin in counts if repr(count) != repr(twin)})
+        for name, count, twin in counts:
+            if repr(count) != repr(twin):
+                slots[name] = twin
+        for name, rewindable in others:
+            rewindable.rewind()
+            slots[name] = rewindable.source if rewindable.is_untouched else rewindable
 
     return put_back

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 
 from .random_state import RandomState, generator_of, preserved_random
 from .recorded_values import Recorder, Undo
@@ -73,23 +72,6 @@ def record(
             raise BaseExceptionGroup("several values could not be put back", failed)
         if failed:
             raise failed[0]
-
-    return put_back
-
-
-def record_values(tensors: Iterable[Tensor]) -> Undo:
-    """What gives tensors of which no module is in charge (a batch) the values that they have now.
-
-    It writes only where something has changed, since such memory may not be ours to write.
-    """
-    strided = [t.detach() for t in tensors if t.layout is torch.strided and not t.is_nested]
-    before = [(t, t.to("cpu", copy=True)) for t in strided if not isinstance(t, FakeTensor)]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for t, value in before:
-                if not torch.equal(t.cpu(), value):
-                    t.copy_(value)
 
     return put_back
 

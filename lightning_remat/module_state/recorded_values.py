@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.data import DataLoader, Dataset
 
 from .iterators import iterators_undo
 from .own_code import global_names, is_own_code
+from .plain_objects import LEFT_ALONE, is_plain
 from .random_state import RandomState, generator_of
 from .sharding import local_part
 
@@ -43,27 +43,8 @@ _C_DATA: tuple[Any, ...] = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structur
 
 _Cached: Any = type(lru_cache(lambda: None))
 
-_LEFT_ALONE = (
-    "lightning_remat",  # a plan in force keeps what it has learnt
-    "lightning",
-    "pytorch_lightning",
-    "torch",
-    "logging",
-    "threading",
-    "multiprocessing",
-    "concurrent",
-    "asyncio",
-    "subprocess",
-    "weakref",
-    "tqdm",
-    "rich",
-)
-"""Libraries whose objects are not plain: they stand for devices, processes, screens, or hold the whole trainer."""
-
 _OUTSIDE_STEPS = ("prepare_data", *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")))
 """Methods that make data, and may name much of it."""
-
-_PLAIN_IN_TORCH = ("torch.optim", "torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
 
 
 class Recorder:
@@ -91,7 +72,7 @@ class Recorder:
             if self._is_new(module):
                 for parameter in module.parameters(recurse=False):
                     self._add_parameter(parameter)
-                self.undo.append(iterators_undo(module))
+                self.undo.append(iterators_undo(vars(module)))
                 self._add_attributes(module)
 
     def add_holder(self, holder: Any) -> None:
@@ -140,6 +121,8 @@ class Recorder:
         elif (source := generator_of(value)) is not None:
             self.undo.append(RandomState([source]).put_back)
         elif is_plain(value):
+            if hasattr(value, "__dict__"):
+                self.undo.append(iterators_undo(vars(value)))
             self._add_attributes(value)
         else:
             self._seen.pop(id(value))  # it may be added as a holder yet
@@ -164,7 +147,7 @@ class Recorder:
         self._add_all(kind.__bases__)
 
     def _add_function(self, function: FunctionType) -> None:
-        if str(function.__module__).partition(".")[0] in _LEFT_ALONE:  # of generated code it is None
+        if str(function.__module__).partition(".")[0] in LEFT_ALONE:  # of generated code it is None
             return
         for cell in function.__closure__ or ():
             self._add_cell(cell)
@@ -203,6 +186,8 @@ class Recorder:
             self._add(value)
 
     def _add_container(self, container: Any) -> None:
+        if isinstance(container, (dict, list, deque)):
+            self.undo.append(iterators_undo(cast("dict[Any, Any]", container)))
         if isinstance(container, dict):
             self._add_content(container, dict(container), container.update)
             self._add_all(container.values())
@@ -307,14 +292,6 @@ def _value_undo(tensor: Tensor) -> Undo:
             cast(Any, tensor).set_(value.to(tensor.device))
 
     return put_back
-
-
-def is_plain(value: Any) -> bool:
-    """Whether an object is no more than its attributes, as far as can be told."""
-    if isinstance(value, (Dataset, DataLoader)) or callable(getattr(type(value), "__next__", None)):
-        return False
-    module = type(value).__module__
-    return module.startswith(_PLAIN_IN_TORCH) or module.partition(".")[0] not in _LEFT_ALONE
 
 
 def _slots(kind: type) -> list[str]:

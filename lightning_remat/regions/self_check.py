@@ -112,8 +112,8 @@ def compared(module: nn.Module, run: Run, *, agree: Agree, when: str = "", may_v
     if may_vary and agree(int(_repeats_itself(module, run, plain))) == 0:
         warnings.warn(
             f"a step is not compared with the planned one: its plain runs differ from each other in their {told}. That "
-            "may be an operation that is not deterministic, or something that steps use up and nobody can put back, as "
-            "an iterator that the module holds: the steps that were tried have used it, too",
+            "may be an operation that is not deterministic, or something that steps use up and nobody can put back: "
+            "those that were tried have used it, too",
             stacklevel=2,
         )
         return Compared(by_plan)

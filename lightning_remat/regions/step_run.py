@@ -21,10 +21,10 @@ from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
-from ..module_state.batches import detached, tensors_held
+from ..module_state.batches import detached, record_values, tensors_held
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
-from ..module_state.preserve import record, record_values
+from ..module_state.preserve import record
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
 from ..operations.saved_tensors import nodes_below

@@ -125,12 +125,10 @@ def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
-@pytest.mark.filterwarnings("ignore:Generated holds an iterator")
 def test_a_generator_goes_on_where_it_was() -> None:
     module, x = Generated(), torch.randn(64, WIDTH)
-    module.numbers = (n for n in (1, 1, 1, 1, 1, 1, 1, 1))  # of which planning takes what it takes
-    assert rematerialize(module, x, memory_budget="100%", planner="periodic").rung == "regions"
     module.numbers = (n for n in (1, 2, 4))
+    assert rematerialize(module, x, memory_budget="100%", planner="periodic").rung == "regions"
     outputs = [module(x) for _ in range(3)]
     with torch.no_grad():
         wanted = [module.tail(module.head(x) * k) for k in (1, 2, 4)]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lightning_remat.module_state.preserve as preserve_module
@@ -151,11 +151,53 @@ def test_iterators_are_where_they_were(make: Callable[[], Iterator[int]]) -> Non
         assert next(module[0].it) == first
 
 
-def test_iterators_that_cannot_be_put_back_are_told() -> None:
+class Held:
+    """An object with an iterator."""
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+
+@pytest.mark.parametrize("kind", [lambda it: it, lambda it: [it], lambda it: {"it": it}, Held])
+def test_what_is_taken_from_other_iterators_is_given_once_more(kind: Any) -> None:
     module: Any = nn.Sequential(nn.Identity())
-    module[0].it = (k for k in range(3))
-    with pytest.warns(UserWarning, match="Identity holds an iterator, it: .*Remedy"), preserved([module]):
-        next(module[0].it)
+    module[0].held = kind(torch.rand(2) for _ in range(4))
+
+    def taken(count: int) -> list[Tensor]:
+        held = module[0].held
+        it = held.it if isinstance(held, Held) else held["it"] if isinstance(held, dict) else held
+        it = it[0] if isinstance(it, list) else it
+        return [next(it).mul_(2) for _ in range(count)]
+
+    torch.manual_seed(0)
+    wanted = [2 * torch.rand(2) for _ in range(4)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    for count in (1, 3, 2):
+        with preserved([module]):
+            assert all(map(torch.equal, taken(count), wanted))
+    assert all(map(torch.equal, taken(4), wanted))
+    assert torch.equal(torch.get_rng_state(), state), "as many numbers are drawn as without"
+    with pytest.raises(StopIteration):
+        taken(1)
+
+
+def test_an_iterator_of_which_nothing_was_taken_stays_itself() -> None:
+    module: Any = nn.Identity()
+    module.it = it = (k for k in range(3))
+    with preserved([module]):
+        assert module.it.gi_frame is it.gi_frame
+    assert module.it is it
+
+
+def test_an_iterator_that_a_step_makes_anew_is_the_old_one_again() -> None:
+    module: Any = nn.Identity()
+    module.it = (k for k in range(2))
+    with preserved([module]):
+        assert [*module.it] == [0, 1]
+        module.it = (k for k in range(5, 9))
+        assert next(module.it) == 5
+    assert [*module.it] == [0, 1]
 
 
 def test_text_and_shared_counters_are_as_they_were(tmp_path: Path) -> None:
