@@ -87,7 +87,9 @@ class Rewindable:
         return getattr(self.source, name)
 
 
-def iterators_undo(holder: dict[Any, Any] | MutableSequence[Any]) -> Callable[[], None]:
+def iterators_undo(
+    holder: dict[Any, Any] | MutableSequence[Any], known: dict[int, Rewindable] | None = None
+) -> Callable[[], None]:
     """Puts back the iterators among attributes, or among what a container holds, to where they are now.
 
     >>> names = {"numbers": itertools.count(3), "names": iter(["a", "b", "c"])}
@@ -97,7 +99,12 @@ def iterators_undo(holder: dict[Any, Any] | MutableSequence[Any]) -> Callable[[]
     >>> put_back()
     >>> next(names["numbers"]), next(names["names"])
     (3, 'a')
+
+    Args:
+        holder: The attributes, or the container.
+        known: By the identities of iterators, what stands for those that others hold, too; completed.
     """
+    known = {} if known is None else known
     places: list[tuple[Any, Any]] = []
     counts: list[tuple[Any, Any, Any]] = []
     others: list[tuple[Any, Rewindable]] = []
@@ -109,7 +116,9 @@ def iterators_undo(holder: dict[Any, Any] | MutableSequence[Any]) -> Callable[[]
         elif isinstance(value, _Count):
             counts.append((name, value, copy.copy(value)))
         elif hasattr(cast(Any, type(value)), "__next__") and not isinstance(value, io.IOBase):
-            slots[name] = rewindable = value if isinstance(value, Rewindable) else Rewindable(value)
+            source: Any = value.source if isinstance(value, Rewindable) else value
+            own = value if isinstance(value, Rewindable) else Rewindable(value)
+            slots[name] = rewindable = known.setdefault(id(source), own)
             rewindable.begin()
             others.append((name, rewindable))
 

@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
+_CLEARS: tuple[Any, ...] = tuple(cast(Any, kind).clear for kind in (dict, UserDict))
+"""A frozen dictionary has one of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """A dataclass among leaves: its class, and the names of its fields."""
@@ -94,7 +98,7 @@ def _record_of(part: Any) -> tuple[_Fields | _Items, list[Any]] | None:
     if dataclasses.is_dataclass(cast(Any, kind)):
         names = tuple(field.name for field in dataclasses.fields(cast(Any, kind)))
         return _Fields(kind, names), [getattr(part, name) for name in names]
-    if issubclass(kind, (dict, UserDict)):
+    if issubclass(kind, (dict, UserDict)) and cast(Any, kind).clear in _CLEARS:
         empty = copy.copy(part)
         empty.clear()
         return _Items(empty, tuple(part.keys())), list(part.values())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .iterators import iterators_undo
+from .iterators import Rewindable, iterators_undo
 from .own_code import global_names, is_own_code
 from .plain_objects import LEFT_ALONE, is_plain
 from .random_state import RandomState, generator_of
@@ -65,6 +65,7 @@ class Recorder:
         self.with_parameters, self.with_gradients, self.with_tensors = with_parameters, with_gradients, with_tensors
         self.undo: list[Undo] = []
         self._seen: dict[int, Any] = {}  # id → the object, which keeps the id its own
+        self._rewindables: dict[int, Rewindable] = {}
 
     def add_module(self, root: nn.Module) -> None:
         """The module and its submodules: parameters, gradients, buffers, attributes."""
@@ -72,7 +73,7 @@ class Recorder:
             if self._is_new(module):
                 for parameter in module.parameters(recurse=False):
                     self._add_parameter(parameter)
-                self.undo.append(iterators_undo(vars(module)))
+                self.undo.append(iterators_undo(vars(module), self._rewindables))
                 self._add_attributes(module)
 
     def add_holder(self, holder: Any) -> None:
@@ -122,7 +123,7 @@ class Recorder:
             self.undo.append(RandomState([source]).put_back)
         elif is_plain(value):
             if hasattr(value, "__dict__"):
-                self.undo.append(iterators_undo(vars(value)))
+                self.undo.append(iterators_undo(vars(value), self._rewindables))
             self._add_attributes(value)
         else:
             self._seen.pop(id(value))  # it may be added as a holder yet
@@ -187,7 +188,7 @@ class Recorder:
 
     def _add_container(self, container: Any) -> None:
         if isinstance(container, (dict, list, deque)):
-            self.undo.append(iterators_undo(cast("dict[Any, Any]", container)))
+            self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
         if isinstance(container, dict):
             self._add_content(container, dict(container), container.update)
             self._add_all(container.values())

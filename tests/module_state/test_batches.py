@@ -97,6 +97,20 @@ def test_what_cannot_be_copied_is_handed_out() -> None:
     assert as_new(batch) is batch
 
 
+class Frozen(dict[str, Any]):
+    """A dictionary that does not change."""
+
+    def clear(self) -> None:
+        raise TypeError("it is frozen")
+
+
+def test_a_frozen_dictionary_stays_whole() -> None:
+    batch = Frozen(x=torch.zeros(2))
+    leaves, structure = flatten([batch])
+    assert structure.build(leaves) == [batch]
+    assert tensors_held(batch) == [batch["x"]]
+
+
 def test_the_fields_of_a_record_are_no_samples() -> None:
     batch = Record(torch.zeros(2, 4), torch.ones(2, 3))
     assert resized(batch, 5).x.shape == (5, 4)

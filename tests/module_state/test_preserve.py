@@ -182,6 +182,14 @@ def test_what_is_taken_from_other_iterators_is_given_once_more(kind: Any) -> Non
         taken(1)
 
 
+def test_an_iterator_that_two_hold_is_one() -> None:
+    module: Any = nn.Sequential(nn.Identity())
+    module.it = module[0].it = (k for k in range(4))
+    with preserved([module]):
+        assert [next(module.it), next(module[0].it), next(module.it)] == [0, 1, 2]
+    assert [next(module[0].it), next(module.it), next(module[0].it), next(module.it)] == [0, 1, 2, 3]
+
+
 def test_an_iterator_of_which_nothing_was_taken_stays_itself() -> None:
     module: Any = nn.Identity()
     module.it = it = (k for k in range(3))
