@@ -168,7 +168,7 @@ class _Recorder(fx.Interpreter):
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
             origin = next((i for i in inputs if value is self.env[i] and isinstance(value, Tensor)), None)
             entry.passes_on = None if origin is None else self.records[origin].passes_on or origin
-        entry.needs_grad &= is_recorded
+        entry.needs_grad &= is_recorded or not entry.writes  # a cast that changes nothing passes gradients on anywhere
         # `y[0] = x` has no value.
         if n.op == "output" or entry.needs_grad or (is_recorded and any(t.requires_grad for t in changed)):
             entry.differentiates = needing

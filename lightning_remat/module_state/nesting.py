@@ -12,7 +12,6 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-
 _CLEARS: tuple[Any, ...] = tuple(cast(Any, kind).clear for kind in (dict, UserDict))
 """A frozen dictionary has one of its own."""
 

@@ -194,6 +194,23 @@ class InputInPieces(Halves):
         return self.tail(h + x)
 
 
+class HandedOn(Halves):
+    """Casts that change nothing hand on what gradients flow to, under no_grad, too."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = h.float().contiguous()
+        return h
+
+
+class HandedOnWritten(Halves):
+    def between(self, h: Tensor) -> Tensor:
+        h = h * 2
+        with torch.no_grad():
+            h = h.mul_(2)
+        return h.sin()
+
+
 class TakenApart(Halves):
     def batch(self, k: int) -> tuple[Any, ...]:
         return ({"x": super().batch(k)[0], "level": torch.ones(WIDTH)},)
@@ -236,7 +253,7 @@ CASES = [
     ForcedNorms, LargestNorms, Clipped, ClippedByData, ClippedAsItIsRead, DecayedAfterIt, DecayedByDataAfterIt,
     ExchangedAfterIt, NormedTable, NormedBag, Spectral,
     ScaledInput, MaskedInput, InputScaledAfterIt, InputScaledByDataAfterIt, InputInPieces,
-    TakenApart, TakenApartInPieces, ObjectTakenApart, ObjectTakenApartInPieces,
+    HandedOn, HandedOnWritten, TakenApart, TakenApartInPieces, ObjectTakenApart, ObjectTakenApartInPieces,
 ]  # fmt: skip
 
 
