@@ -159,7 +159,9 @@ def test_a_resumed_run_goes_on_with_the_stored_plan(
     first, module = Rematerialization("periodic", **options), seeded()
     trainer = run(tmp_path, module, first, max_steps=-1, max_epochs=1, **on_device(accelerator))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    del trainer, module
+    assert first.result is not None
+    schedule = first.result.plan.schedule
+    del trainer, module, first
     gc.collect()  # what the first run holds would count in the second
     monkeypatch.setattr(planning_module, "find", lambda *a: pytest.fail("searched again"))
     second, module = Rematerialization("periodic", **options), seeded()
@@ -167,9 +169,8 @@ def test_a_resumed_run_goes_on_with_the_stored_plan(
     trainer = run(tmp_path, module, second, max_steps=-1, max_epochs=2, fit=fit, **on_device(accelerator))
     assert trainer.global_step == 16
     assert module.steps == 8
-    assert first.result is not None
     assert second.result is not None
-    assert second.result.plan.schedule == first.result.plan.schedule
+    assert second.result.plan.schedule == schedule
 
 
 def test_a_profile_counts_the_same_bytes_every_time(accelerator: torch.device) -> None:
