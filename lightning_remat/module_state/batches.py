@@ -99,8 +99,8 @@ def _parts_of(batch: Any) -> Iterator[Any]:
             seen[id(leaf)] = leaf
             if isinstance(leaf, Mapping):
                 waiting.append(list(cast("Mapping[Any, Any]", leaf).values()))
-            elif isinstance(leaf, (list, tuple)):
-                waiting.append(list(cast("list[Any]", leaf)))
+            elif isinstance(leaf, (list, tuple, set, frozenset)):
+                waiting.append(list(cast("Iterable[Any]", leaf)))
             elif isinstance(leaf, Tensor | nn.Module) or not is_plain(leaf):
                 yield leaf
             else:

@@ -105,7 +105,7 @@ def _record_of(part: Any) -> tuple[_Fields | _Items, list[Any]] | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nested value."""
+    """The tensors of a nested value that `Structure.build` can exchange; see `batches.tensors_held` for all."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 

@@ -21,8 +21,9 @@ def preserved(modules: Iterable[nn.Module], holders: Iterable[Any] = ()) -> Gene
     gradients and `requires_grad`, and what the attributes of every submodule hold: numbers, tensors, arrays, random
     generators, containers, further modules (metrics in a dict, an average of the weights) and plain objects (a replay
     buffer) with their attributes, functions with what they close over. So are attributes of their classes and globals
-    that methods name, where nobody has installed that code. Data sets, loaders and what other libraries run are left
-    alone; iterators, and what caches have kept, cannot be put back. Values are held on the CPU meanwhile.
+    that methods name, where nobody has installed that code. Iterators give once more what was taken from them. Data
+    sets, loaders and what other libraries run are left alone; what caches have kept cannot be put back. Values are held
+    on the CPU meanwhile.
 
     Args:
         modules: Root modules.

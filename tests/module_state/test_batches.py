@@ -70,6 +70,13 @@ def test_a_copy_has_the_very_tensors(kind: Any) -> None:
     assert [*map(id, tensors_held(copied))] == [*map(id, tensors_held(batch))]
 
 
+def test_a_set_is_looked_into() -> None:
+    x, y = torch.zeros(2), torch.ones(3)
+    copied = as_new(SimpleNamespace(parts={x, y}))
+    assert copied.parts == {x, y}
+    assert {*tensors_held(copied)} == {x, y}
+
+
 def test_what_is_done_to_a_copy_is_not_done_to_the_batch() -> None:
     x, y = torch.zeros(2), torch.ones(3)
     batch = {"user": UserDict(x=x, y=y), "graph": graph(x, y), "list": [x, y]}
