@@ -34,6 +34,11 @@ def resting_copy(module: nn.Module, x: Tensor) -> nn.Module:
     return ours
 
 
+def rested_tapes(module: nn.Module) -> int:
+    """How many operations' tapes rest."""
+    return sum(len(p.variants[-1].rests.tapes) for p in programs_in(module))
+
+
 def rested(module: nn.Module) -> int:
     """How many operations need no hooks where what they read rests."""
     return sum(len(p.variants[-1].rests.operations) for p in programs_in(module))

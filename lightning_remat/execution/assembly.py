@@ -45,7 +45,8 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
 def with_rests(program: Program, rests: Rests) -> Program:
     """The same program, in which something rests; where saved tensors belong it learns anew, with fewer hooks."""
     found = _compiled(program.traced, program.schedule, program.graph, rests, program.variants)
-    return program.finished(replace(found, copied=program.copied, kinds=program.kinds))
+    known = replace(found, copied=program.copied, kinds=program.kinds, differentiable=program.differentiable)
+    return program.finished(known)
 
 
 def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Rests, variants: list[Program]) -> Program:
@@ -53,7 +54,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
     slot_of = slots(traced)
     hooked = hooked_operations(schedule, graph, order) - rests.operations - traced.dead_ends
     after = constants_after(traced, order.first_runs)
-    lines = instructions_of(traced, schedule, graph, hooked, order, after, rests.filled)
+    lines = instructions_of(traced, schedule, graph, hooked, order, after, rests.filled, rests.tapes)
     runs_again = [{n for what, n in before if what is Do.RUN_AGAIN} for before in lines.before]
     announced = {n for n, again in zip(order.backwards, runs_again, strict=True) if again} | rests.told
     forward = tuple((Do.REST if what is Do.DROP and n in rests.tensors else what, n) for what, n in lines.forward)
@@ -94,7 +95,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
         made=tuple(slot for step in steps for slot in step.outputs),
         left=tuple(_left(forward)),
         returned=tuple(slot for step in steps if step.is_output for slot in step.outputs),
-        num_slots=len(slot_of) + len(rests.tensors),
+        num_slots=len(slot_of) + len(rests.tensors) + len(rests.tapes),
         fetched=tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants=constants,
         forward=forward,

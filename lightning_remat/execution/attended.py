@@ -66,7 +66,8 @@ class Attended:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
         recorded = self._recorded
         for slot in recorded.differentiable.get(n, ()):
-            for t in tensors_of((recorded.values[slot],)):
+            value = recorded.values[slot]
+            for t in (value,) if isinstance(value, Tensor) else tensors_of((value,)):
                 t.requires_grad_()  # others around it may have made it without gradients
         self._settings.__enter__()
         self._is_running = True

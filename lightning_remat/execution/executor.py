@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -35,7 +34,7 @@ from ..operations.saved_tensors import (
 from .attended import Attended
 from .instructions import Do
 from .modified import modified, note_change
-from .places import TAPE, Place
+from .places import TAPE, Place, Reference
 from .program import Kinds, Program, Step
 from .stretches import Again, LetGo, Part
 
@@ -48,23 +47,6 @@ class Watch(Protocol):
 
     def ended(self, name: str, made: list[Any], *, is_first: bool) -> None:
         """A run of an operation has made these outputs."""
-
-
-@dataclass(slots=True, eq=False)
-class Reference:
-    """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once.
-
-    Attributes:
-        operation: The one whose backward it is saved for.
-        number: Which of those that are saved for it.
-        held: The tensor itself, while the operation runs, and from then on where no schedule governs it.
-        version: Of the held one, when it was saved.
-    """
-
-    operation: int
-    number: int
-    held: Any
-    version: int
 
 
 class Execution:
@@ -236,6 +218,9 @@ class Execution:
                         if self.values[self.steps[n].outputs[0]] is None:
                             self.run_again(n)
                         self._fill(n)
+                    for n, tape in self.program.rests.tapes.items():
+                        if self.values[tape.place] is not None:
+                            self.run_again(n)
             except BaseException:
                 self._give_up()
                 raise
@@ -353,6 +338,8 @@ class Execution:
             with ContextStack() as contexts:
                 contexts.enter(step.contexts)
                 made = step.run_again(values)
+                if (tape := self.program.rests.tapes.get(n)) is not None:
+                    tape.fill(self.values, made[0])
             attendant.end(n)
         if self.watch is not None:
             self.watch.ended(step.operation.name, list(made), is_first=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 
@@ -95,3 +95,8 @@ def reached(nodes: Iterable[Node], home: dict[Node, int], n: int) -> list[Node]:
 def age(node: Node) -> int:
     """A number that no other node of the same forward has; larger than those of the nodes that it leads to."""
     return node._sequence_nr()
+
+
+def next_age() -> int:
+    """That of the node that this thread makes next."""
+    return cast("Callable[[], int]", torch.autograd._get_sequence_nr)()  # pyright: ignore

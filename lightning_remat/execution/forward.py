@@ -28,10 +28,10 @@ from ..operations.saved_tensors import (
     tensors_of,
 )
 from .assembly import with_rests
-from .executor import Execution, Reference, Watch
+from .executor import Execution, Watch
 from .instructions import Do
 from .learning import Learning
-from .places import Place
+from .places import Place, Reference, is_part, is_same
 from .program import Program, SlotOf
 from .telling import Keeper
 
@@ -112,6 +112,8 @@ class _Forward:
                         (values[slot],) = run(values)
                     elif what is Do.DROP_TAPE:
                         self.execution.tapes.pop(n, None)
+                    elif what is Do.REST_TAPE:
+                        program.rests.tapes[n].rest(values, values[program.steps[n].outputs[0]])
                     elif what is Do.SLEEP:
                         self._sleep(n)
                     elif what is Do.REST:
@@ -127,7 +129,7 @@ class _Forward:
                 program.variants.append(with_rests(program, rests) if rests.operations else program)
             self._settle()
             self._leave_autograd()
-            if program.rests.filled:
+            if program.rests:
                 self._watch_sources()
             if program.rests.unproven:
                 self._prove_rests()
@@ -188,6 +190,8 @@ class _Forward:
             if m == n:
                 execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
         contexts.enter(step.contexts)
+        if learns is not None:
+            learns.begin()
         self.begin(n)
         made = step.run(values)
         outputs = made[: len(step.outputs)]
@@ -271,13 +275,13 @@ class _Forward:
         every, changed = places.every, None
         for k, slot, part in places.whole:
             reference = references[k]
-            if _is_same(values[slot] if part < 0 else values[slot][part], reference.held):
+            if is_same(values[slot] if part < 0 else values[slot][part], reference.held):
                 reference.held = None
             else:
                 changed = self._changed(reference, changed or every)
         for k in places.parts:
             reference = references[k]
-            if _is_part(values[every[k].slot], reference.held, every[k]):
+            if is_part(values[every[k].slot], reference.held, every[k]):
                 reference.held = None
             else:
                 changed = self._changed(reference, changed or every)
@@ -301,6 +305,8 @@ class _Forward:
                 tape[k] = tensor.detach() if tensor.requires_grad else tensor  # it may be the very output
         for k in own:
             references[k].held = None
+        if self.learns is not None:
+            self.learns.tape_has_gone(n)
 
     def _changed(self, reference: Reference, places: tuple[Place, ...]) -> tuple[Place, ...]:
         """The places, if a saved tensor belongs elsewhere this time, or has other sizes: of a smaller batch, say."""
@@ -376,25 +382,3 @@ class _Forward:
 
 def _needs_gradient(value: Any) -> bool:
     return value.requires_grad if isinstance(value, Tensor) else any(t.requires_grad for t in tensors_of([value]))
-
-
-def _is_same(a: Any, b: Tensor) -> bool:
-    """Whether it is told at a glance that both are tensors of the same memory."""
-    return a is b or (_start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride())
-
-
-def _is_part(value: Any, tensor: Tensor, place: Place) -> bool:
-    """Whether it is told at a glance that the tensor lives in the value, as it did when that was learned."""
-    geometry = cast(OutputRef, place.source).geometry
-    if geometry is None or tensor.layout is not torch.strided or geometry_of(tensor) != geometry:
-        return False
-    if value is tensor or _start_alike(value, tensor):
-        return True
-    return storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)
-
-
-def _start_alike(a: Any, b: Tensor) -> bool:
-    """Whether both begin in the same place of one storage, which is told of plain tensors while they live."""
-    if type(a) is not Tensor or type(b) is not Tensor or not a.layout is b.layout is torch.strided:
-        return False
-    return a.data_ptr() == b.data_ptr() != 0 and a.dtype is b.dtype

@@ -25,6 +25,7 @@ class Do(IntEnum):
     COMPUTE = 5  # a constant
     REST = 6  # the table lets go of the output, and it gives up its memory, to be filled again before a backward
     FILL = 7  # what rests in the memory of the output has been made again
+    REST_TAPE = 8  # the tape gives up its memory, to be filled again from that of a recomputation
 
 
 Instruction = tuple[Do, int]
@@ -78,7 +79,11 @@ class Order:
 
 
 def hooked_operations(
-    schedule: Schedule, graph: Graph, order: Order, resting: Collection[int] = frozenset()
+    schedule: Schedule,
+    graph: Graph,
+    order: Order,
+    resting: Collection[int] = frozenset(),
+    resting_tapes: Collection[int] = frozenset(),
 ) -> frozenset[int]:
     """The operations whose saved values are not all there, without a gap, from the first run to the backward.
 
@@ -90,6 +95,7 @@ def hooked_operations(
         graph: What each backward reads.
         order: That of the schedule.
         resting: Outputs that may go without hooks where autograd holds them as they are, see `resting.rests_of`.
+        resting_tapes: The operations whose tapes may.
     """
     there: set[int] = set()
     has_run: set[int] = set()
@@ -109,7 +115,7 @@ def hooked_operations(
         elif kind == "B":
             done.add(n)
         elif kind == "T" and n not in done:
-            found.add(n)
+            found |= {n} - frozenset(resting_tapes)
         elif kind == "D":
             there.discard(n)
             sleeps = bool(order.revived) and position < order.split
@@ -151,6 +157,7 @@ def instructions_of(
     order: Order,
     after: dict[int, list[int]],
     filled: Collection[int] = frozenset(),
+    resting_tapes: Collection[int] = frozenset(),
 ) -> Lines:
     """The actions as instructions; the table holds an output from its run to the last time that something reads it.
 
@@ -164,6 +171,7 @@ def instructions_of(
         order: That of the schedule.
         after: The constants that become known with each operation.
         filled: The operations by whose outputs something is filled that rests.
+        resting_tapes: The operations whose tapes rest from their first runs on.
     """
     actions = list(schedule)
     filling = {position for n, (position, _) in made_again(schedule).items() if n in filled}
@@ -185,6 +193,7 @@ def instructions_of(
             else:
                 has_run.add(n)
                 into.append((Do.RUN, n))
+                into += [(Do.REST_TAPE, n)] if n in resting_tapes else []  # while its output is at hand
                 into += [(Do.COMPUTE, c) for c in after.get(n, ())]
         elif kind == "T":
             into += [(Do.DROP_TAPE, n)] if n in hooked else []  # others hold their tapes themselves

@@ -10,10 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..capture.unseen_writes import UNSEEN_WRITES
+from ..devices import most_refilled_bytes
+from ..measure.meter import tensor_storage
 from ..operations.evaluation import slots
+from ..operations.routes import Route, routes_to_storages
 from ..operations.saved_tensors import (
     ExternalRef,
     Leaf,
@@ -25,7 +29,7 @@ from ..operations.saved_tensors import (
     storage_owners,
     tensors_of,
 )
-from .flow import Flow, age, reached
+from .flow import Flow, age, next_age, reached
 from .instructions import Order
 from .places import ELSEWHERE, TAPE, Place, Places
 from .program import Program, Step
@@ -60,7 +64,14 @@ class Learning:
         self.forms: dict[int, Form] = {}
         self.devices: set[torch.device] = set()  # of what has gradients
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._since = 0
+        self._routes: dict[int, dict[int, Route]] = {}  # to what is saved of an operation whose tape may rest
+        self._tapes: dict[int, tuple[list[Route], list[StorageWeakRef]]] = {}  # where they lead to
         self._maker = cast("dict[Tensor, int]", WeakIdKeyDictionary())  # of tensors that are the only output
+
+    def begin(self) -> None:
+        """An operation runs for the first time: autograd's nodes from here on are its own."""
+        self._since = next_age()
 
     def note(self, n: int) -> None:
         """Operation n has run; its outputs are in the table."""
@@ -71,6 +82,8 @@ class Learning:
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
         if not self.is_first:
             return
+        if n not in self._ages:
+            self._find_tape(n, tensors)
         self._ages[n] = {age(t.grad_fn) for t in tensors if t.grad_fn is not None}
         self.devices |= {t.device for t in tensors if t.requires_grad}
         is_one = len(outputs) == 1 and isinstance(self.values[outputs[0]], Tensor)
@@ -82,6 +95,14 @@ class Learning:
             self._maker[tensors[0]] = n
             if not others and (form := self._form(n, tensors[0])) is not None:
                 self.forms[n] = form
+
+    def _find_tape(self, n: int, made: list[Tensor]) -> None:
+        """Notes the routes to what autograd saves of an operation whose tape may rest, while hooks hand it over."""
+        step = self.program.steps[n]
+        if step.is_hooked and step.is_taped and not step.keeps_tape and len(step.outputs) == 1:
+            homes = zip(self.homes[n], made, strict=True)
+            found = {"" if part < 0 else f"[{part}]": t for (slot, part), t in homes if slot != ELSEWHERE}
+            self._routes[n] = routes_to_storages(found, self._since)
 
     def _note_effects(self, step: Step) -> None:
         if step.effects:
@@ -135,7 +156,8 @@ class Learning:
         ends = {n: {alive[k] for k in ages if k in alive} for n, ages in self._ages.items()}
         flow = Flow(ends, self._given_nodes, nodes)
         order = Order.of(program.traced, program.schedule)
-        found = rests_of(program.graph, program.schedule, order, self.forms, flow, program.num_slots)
+        routes = {n: routes for n, (routes, _) in self._tapes.items()}
+        found = rests_of(program.graph, program.schedule, order, self.forms, routes, flow, program.num_slots)
         return replace(found, sources=tuple(sources))
 
     def _sources(self, values: Mapping[int, Any]) -> Generator[tuple[Entry, Any]]:
@@ -181,11 +203,26 @@ class Learning:
             else:  # where nothing that it sees lives in that storage, the tensor is its own
                 found.append(Place(TapeRef(), owner=ELSEWHERE if step.may_keep else TAPE))
         own = tuple(k for k, place in enumerate(found) if isinstance(place.source, TapeRef))
+        self._note_tape(n, [saved[k] for k in own], owners)
         made = {storage_key(t) for t in tensors_of(self.values[slot] for slot in step.outputs)}
         outside = (k for k, place in enumerate(found) if isinstance(place.source, ExternalRef))
         return Places(
             tuple(found), tuple(whole), tuple(parts), own, tuple(k for k in outside if storage_key(saved[k]) in made)
         )
+
+    def _note_tape(self, n: int, tape: list[Tensor], owners: Mapping[int, Any]) -> None:
+        """Notes the routes to a tape, if they are known to all of it, and if none of it is part of something else."""
+        routes = self._routes.pop(n, {})
+        storages = {key: storage for t in tape if (key := storage_key(t)) and (storage := tensor_storage(t))}
+        can_rest = all(most_refilled_bytes(s.device) and s.resizable() for s in storages.values())
+        is_all = storages and routes.keys() >= storages.keys() == {storage_key(t) for t in tape}
+        if is_all and can_rest and owners.keys().isdisjoint(storages):
+            self._tapes[n] = [routes[key] for key in storages], [*map(StorageWeakRef, storages.values())]
+
+    def tape_has_gone(self, n: int) -> None:
+        """The tape of an operation has just been let go of: what is left of it is others', as of autocast's casts."""
+        if n in self._tapes and any(not storage.expired() for storage in self._tapes[n][1]):  # pyright: ignore
+            del self._tapes[n]
 
     def _seen(self, source: OutputRef, slot: int, part: int, witness: int) -> tuple[int, int] | None:
         """Where the table holds an output tensor now: in its home, or as an item that was taken out of the tuple."""

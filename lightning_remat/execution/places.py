@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
-from ..operations.saved_tensors import Source
+import torch
+from torch import Tensor
+
+from ..operations.saved_tensors import OutputRef, Source, geometry_of, storage_key, tensors_of
 
 ELSEWHERE, TAPE = -1, -2
+
+
+@dataclass(slots=True, eq=False)
+class Reference:
+    """What autograd holds in place of a saved tensor; the execution does not hold it back, so that both die at once.
+
+    Attributes:
+        operation: The one whose backward it is saved for.
+        number: Which of those that are saved for it.
+        held: The tensor itself, while the operation runs, and from then on where no schedule governs it.
+        version: Of the held one, when it was saved.
+    """
+
+    operation: int
+    number: int
+    held: Any
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +74,25 @@ class Places:
     parts: tuple[int, ...]
     own: tuple[int, ...]
     made: tuple[int, ...]
+
+
+def is_same(a: Any, b: Tensor) -> bool:
+    """Whether it is told at a glance that both are tensors of the same memory."""
+    return a is b or (_start_alike(a, b) and a.shape == b.shape and a.stride() == b.stride())
+
+
+def is_part(value: Any, tensor: Tensor, place: Place) -> bool:
+    """Whether it is told at a glance that the tensor lives in the value, as it did when that was learned."""
+    geometry = cast(OutputRef, place.source).geometry
+    if geometry is None or tensor.layout is not torch.strided or geometry_of(tensor) != geometry:
+        return False
+    if value is tensor or _start_alike(value, tensor):
+        return True
+    return storage_key(tensors_of([value])[place.leaf]) == storage_key(tensor)
+
+
+def _start_alike(a: Any, b: Tensor) -> bool:
+    """Whether both begin in the same place of one storage, which is told of plain tensors while they live."""
+    if type(a) is not Tensor or type(b) is not Tensor or not a.layout is b.layout is torch.strided:
+        return False
+    return a.data_ptr() == b.data_ptr() != 0 and a.dtype is b.dtype

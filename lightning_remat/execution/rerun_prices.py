@@ -127,7 +127,9 @@ def _undisturbed() -> Generator[None]:
 
 
 def _norms_in(node: Node) -> float:
-    """By how many layer norms' tapes its own counts."""
+    """By how many layer norms' tapes its own counts, which need no hooks either where they can be reached."""
+    if node.is_tape_held:
+        return 1.0
     return max(1.0, node.num_saved / _SAVED_BY_A_NORM)
 
 

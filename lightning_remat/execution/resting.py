@@ -10,7 +10,7 @@ retained graph find it filled.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..operations.evaluation import Constant
+from ..operations.routes import Route
 from ..operations.saved_tensors import Geometry, geometry_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.uses import resting
+from ..schedules.simulator import simulate
+from ..schedules.uses import resting, resting_tapes
 from .flow import Flow
 from .instructions import Order, hooked_operations, made_again
+from .resting_tapes import RestingTape
 
 EMPTY_SHAPE = (0,) * 16
 """Of what stands for a tensor that rests: with no shape of more than one element does it broadcast."""
@@ -156,7 +159,8 @@ class Rests:
         told: Those whose backwards tell that they begin, so that what rests is filled.
         tensors: Of each operation whose output gives up its memory, that tensor.
         filled: Of operations that are made again, what rests and is read and gets the memory of their outputs.
-        last_fill: The place among the backwards before which the last of them is made again.
+        tapes: Of each operation whose tape gives up its memory, that tape.
+        last_fill: The place among the backwards before which the last of all is made again.
         sources: Where gradients come in: before a backward that is differentiated itself all that rests is filled.
         unproven: Those of which it is not known whether others hold their memory, too.
     """
@@ -165,13 +169,24 @@ class Rests:
     told: frozenset[int] = frozenset()
     tensors: Mapping[int, Resting] = field(default_factory=dict[int, Resting])
     filled: Mapping[int, tuple[Resting, ...]] = field(default_factory=dict[int, tuple[Resting, ...]])
+    tapes: Mapping[int, RestingTape] = field(default_factory=dict[int, RestingTape])
     last_fill: int = -1
     sources: tuple[Entry, ...] = ()
     unproven: list[Resting] = field(default_factory=list[Resting])
 
+    def __bool__(self) -> bool:
+        """Whether anything rests."""
+        return bool(self.filled or self.tapes)
+
 
 def rests_of(
-    graph: Graph, schedule: Schedule, order: Order, forms: Mapping[int, Form], flow: Flow, first: int
+    graph: Graph,
+    schedule: Schedule,
+    order: Order,
+    forms: Mapping[int, Form],
+    routes: Mapping[int, Sequence[Route]],
+    flow: Flow,
+    first: int,
 ) -> Rests:
     """What can rest.
 
@@ -180,11 +195,13 @@ def rests_of(
         schedule: A valid one.
         order: That of the schedule.
         forms: Of the operations that return one tensor.
+        routes: Of operations, those to their tapes.
         flow: How gradients flow.
         first: The first place of tables that is free.
     """
     resting_roots = {n for n in resting(graph, schedule) if graph.roots[n] == n}
-    hooked = set(hooked_operations(schedule, graph, order, resting_roots))
+    tapes_again = _tapes_made_again(graph, schedule, routes)
+    hooked = set(hooked_operations(schedule, graph, order, resting_roots, tapes_again))
     needs = dict[int, set[int]]()  # operation -> outputs that must be filled before its backward
     for m in hooked_operations(schedule, graph, order) - hooked:
         node = graph.nodes[m]
@@ -192,9 +209,10 @@ def rests_of(
         if any(graph.roots[i] in needs[m] and i not in forms for i in node.inputs):
             hooked.add(m)
     again = {n: place for n, (_, place) in made_again(schedule).items()}
-    told = {n for place in again.values() if flow.is_told(n := order.backwards[place]) and n not in hooked}
+    fills = {*again.values(), *tapes_again.values()}
+    told = {n for place in fills if flow.is_told(n := order.backwards[place]) and n not in hooked}
     for m in sorted(needs.keys() - hooked, key=order.place.__getitem__):
-        since = max(again[r] for r in needs[m])
+        since = max(*(again[r] for r in needs[m]), tapes_again.get(m, -1), -1)
         between = order.backwards[since : order.place[m] + 1]
         telling = [a for a in between if a in told or (a in hooked and flow.is_one_node(a))]
         # Those that tell anyway come first; to ask of one what runs after it takes a look at all.
@@ -217,5 +235,31 @@ def rests_of(
     filled = dict[int, tuple[Resting, ...]]()
     for n in sorted(read.intersection(family)):
         filled[filler[n]] = (*filled.get(filler[n], ()), tensors[n])
-    last_fill = max((again[r] for r in roots), default=-1)
-    return Rests(frozenset(bare), frozenset(told), tensors, filled, last_fill, unproven=list(tensors.values()))
+    first += len(family)
+    taped = sorted(bare & tapes_again.keys())
+    tapes = {m: RestingTape(first + k, graph.nodes[m].name, routes[m]) for k, m in enumerate(taped)}
+    last_fill = max((*(again[r] for r in roots), *(tapes_again[m] for m in tapes)), default=-1)
+    unproven = list(tensors.values())
+    return Rests(frozenset(bare), frozenset(told), tensors, filled, tapes, last_fill, unproven=unproven)
+
+
+def _tapes_made_again(graph: Graph, schedule: Schedule, routes: Iterable[int]) -> dict[int, int]:
+    """For each operation whose tape can rest, how many backwards have run when it is made again.
+
+    A storage is filled while that of the recomputation lives, which must not make a new peak: beside it is the loss.
+    """
+    found = resting_tapes(graph, schedule).intersection(routes)
+    if not found:
+        return {}
+    simulation = simulate(graph, schedule)
+    again = dict[int, int]()
+    has_run = set[int]()
+    place = 0
+    for (kind, n), alive_bytes in zip(schedule, simulation.memory_bytes, strict=True):
+        place += kind == "B"
+        if kind == "F" and n in found and n in has_run:
+            node = graph.nodes[n]
+            if alive_bytes + node.tape_bytes - node.forward_workspace_bytes < simulation.peak_bytes:
+                again[n] = place
+        has_run |= {n} if kind == "F" else set[int]()
+    return again

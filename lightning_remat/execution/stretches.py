@@ -170,13 +170,19 @@ class Stretches:
             elif what is Do.REST:
                 (output,) = self._outputs(n)
                 items.append(OnValue(self.slot_of[output], self.rests.tensors[n].resting, is_last=True))
+            elif what is Do.REST_TAPE:
+                (output,) = self._outputs(n)
+                items.append(OnValue(self.slot_of[output], self.rests.tapes[n].resting))
             elif what is Do.FILL:
                 (output,) = self._outputs(n)
                 items += [OnValue(self.slot_of[output], tensor.filling) for tensor in self.rests.filled[n]]
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
-        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, is_recorded=is_recorded)
+        tapes = {self.traced.operations[n].name: self.rests.tapes[n].filling for n in self.rests.tapes}
+        return compile_stretch(
+            items, self.slot_of, is_first=is_first, attended=numbers, filling=tapes, is_recorded=is_recorded
+        )
 
 
 def indifferent_operations(
@@ -200,6 +206,9 @@ def indifferent_operations(
     return frozenset(found)
 
 
+_SIMPLE = frozenset({Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST, Do.FILL, Do.REST_TAPE})
+
+
 def _is_simple(instruction: Instruction, run: Do, plain: Collection[int]) -> bool:
     what, n = instruction
-    return what in (Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST, Do.FILL) or (what is run and n in plain)
+    return what in _SIMPLE or (what is run and n in plain)

@@ -28,7 +28,7 @@ class Keeper:
     def __init__(self, execution: Execution) -> None:
         self.execution: Execution | None = None
         self.reference = weakref.ref(execution)
-        if execution.program.rests.filled:
+        if execution.program.rests:
             self.execution, execution.keeper = execution, weakref.ref(self)
 
     def hear_of(self, n: int, made: Iterable[Tensor], *, is_output: bool) -> None:

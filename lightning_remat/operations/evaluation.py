@@ -134,6 +134,7 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
+    filling: Mapping[str, Lines] = MappingProxyType({}),
     is_recorded: bool = True,
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
@@ -145,6 +146,7 @@ def compile_stretch(
         slot_of: See `slots`.
         is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
+        filling: What is done, by the name of an attended operation, with what its recomputation made with gradients.
         is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
     """
     stretch = list(stretch)
@@ -175,6 +177,9 @@ def compile_stretch(
         if temporary:
             body.append(f"del {', '.join(temporary)}")
         if number is not None and not is_first:
+            assert isinstance(item, Operation)
+            if (fill := filling.get(item.name)) is not None:
+                body += fill(writer.constant, writer.locals[item.outputs[0]])
             body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
             continue
         if is_recorded and (not is_first or (isinstance(item, Operation) and item.is_dead_end)):

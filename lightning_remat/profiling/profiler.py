@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
-from ..devices import HOST, device_of
+from ..devices import HOST, device_of, most_refilled_bytes
 from ..measure.allocated_growth import Peak, can_listen
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
@@ -32,6 +32,7 @@ from ..operations.saved_tensors import (
     classify,
     held_tensors,
     storage_key,
+    storage_keys,
     storage_owners,
     tensors_of,
 )
@@ -188,12 +189,14 @@ class _Profiler:
         # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
         output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.runs.external)
         tape_bytes = storage_bytes(tape, read | {key for leaf in self.runs.leaves[n] if (key := leaf.key) is not None})
+        held, is_tape_held = self._held(n, inputs, sources, tape)
         node = Node(
             name=operation.name,
             kind=operation.kind,
             inputs=operation.inputs,
             saved=tuple(sorted({s.operation for s in sources if isinstance(s, OutputRef)})),
-            held=self._held(n, inputs, sources),
+            held=held,
+            is_tape_held=is_tape_held,
             output_bytes=output_bytes,
             tape_bytes=tape_bytes,
             forward_workspace_bytes=max(0, growth.peak_bytes - made_bytes - tape_bytes) + self._scratch_bytes(n),
@@ -212,20 +215,29 @@ class _Profiler:
         self.runs.keep(n, values)
         return replace(node, forward_seconds=counter.seconds, backward_seconds=backward_seconds)
 
-    def _held(self, n: int, inputs: dict[fx.Node, Any], sources: list[Source]) -> tuple[int, ...]:
-        """The operations of whose saved outputs autograd holds the tensors that were read, and no others."""
+    def _held(
+        self, n: int, inputs: dict[fx.Node, Any], sources: list[Source], tape: list[Tensor]
+    ) -> tuple[tuple[int, ...], bool]:
+        """The operations of whose saved outputs autograd holds the tensors that were read, and no others.
+
+        And whether its tape can be reached where autograd holds it, and is soon filled again.
+        """
         saved = [source for source in sources if isinstance(source, OutputRef) and source.operation != n]
-        if not saved:
-            return ()
-        held = held_tensors(tensors_of(self.runs.run_timed(n, inputs, None)))
+        if not (saved or tape):
+            return (), False
+        made = tensors_of(self.runs.run_timed(n, inputs, None))
+        held = held_tensors(made)
         if held is None or len(held) != len(sources):
-            return ()
+            return (), False
+        elsewhere = self.runs.external | storage_keys((*made, *tensors_of(inputs.values())))
+        tape_bytes = storage_bytes(tape)
+        is_tape_held = 0 < tape_bytes == storage_bytes(held, elsewhere) <= most_refilled_bytes(tape[0].device)
         read = {id(t) for i, value in inputs.items() if i in self.traced.producer for t in tensors_of([value])}
         owners = storage_owners(self.operations, self.runs.leaves, n)
         others = {
             owner[0] for t in held if id(t) not in read and (owner := owners.get(storage_key(t) or 0)) is not None
         }
-        return tuple(sorted({source.operation for source in saved} - others))
+        return tuple(sorted({source.operation for source in saved} - others)), is_tape_held
 
     def held_by_autograd_alone(self, nodes: list[Node]) -> list[Node]:
         """The nodes, without what a caller or a function's context may hold, too, in their `held`."""

@@ -34,6 +34,7 @@ class GraphArrays(NamedTuple):
     saved_start: Small  # [n + 1], what a backward reads
     saved: Small
     is_held: Flags  # of each entry of `saved`, whether autograd holds the tensors that the operation returned
+    is_tape_held: Flags  # of each node
     member_start: Small  # [n + 1], for each root itself and the views of it
     member: Small
 
@@ -58,6 +59,7 @@ def graph_arrays(graph: Graph) -> GraphArrays:
         *rows(graph.reads[n] for n in range(len(nodes))),
         *rows(node.saved for node in nodes),
         np.array([i in node.held for node in nodes for i in dict.fromkeys(node.saved)], np.uint8),
+        np.array([node.is_tape_held for node in nodes], np.uint8),
         *rows(members),
     )
 

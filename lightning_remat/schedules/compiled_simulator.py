@@ -135,7 +135,7 @@ def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
     count = len(arrays.root)
     first_run, output_gone, tape_gone = np.full(count, -1), np.full(count, -1), np.full(count, -1)  # at which action
     is_there, found = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    rests = _resting(arrays, codes)
+    rests, tape_rests = _resting(arrays, codes), _resting_tapes(arrays, codes)
     for at in range(len(codes)):
         n, kind = codes[at] >> 2, codes[at] & 3
         if kind == DISCARD:
@@ -151,7 +151,7 @@ def _hooked(arrays: GraphArrays, codes: Small) -> Flags:
                     i = arrays.saved[k]
                     found[n] = found[n] or not (is_there[i] or (rests[i] and arrays.is_held[k]))
         else:
-            found[n] = found[n] or tape_gone[n] > first_run[n]
+            found[n] = found[n] or (tape_gone[n] > first_run[n] and not tape_rests[n])
             for k in range(arrays.saved_start[n], arrays.saved_start[n + 1]):
                 i = arrays.saved[k]
                 found[n] = found[n] or (output_gone[i] > first_run[n] and not (rests[i] and arrays.is_held[k]))
@@ -184,6 +184,31 @@ def _resting(arrays: GraphArrays, codes: Small) -> Flags:
             is_there[n] = False
             is_gone[n] = is_gone[n] or is_forward
     return found
+
+
+@njit
+def _resting_tapes(arrays: GraphArrays, codes: Small) -> Flags:
+    """As `uses.resting_tapes`."""
+    count = len(arrays.root)
+    num_runs, num_discards = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    is_done, found = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    last_run, missing, is_forward = -1, count, True
+    for at in range(len(codes)):
+        n, kind = codes[at] >> 2, codes[at] & 3
+        if kind == RUN:
+            if num_runs[n] > 0 and is_forward:
+                if missing > 0:
+                    return np.zeros(count, np.bool_)
+                is_forward = False
+            last_run = n
+            missing -= 0 if num_runs[n] > 0 else 1
+            num_runs[n] += 0 if is_done[n] else 1
+        elif kind == BACKWARD:
+            is_forward, is_done[n] = False, True
+        elif kind == DISCARD_TAPE and not is_done[n]:
+            num_discards[n] += 1
+            found[n] = found[n] or (num_runs[n] == 1 and n == last_run and is_forward and arrays.is_tape_held[n])
+    return found & (num_runs == 2) & (num_discards == 1)
 
 
 @njit

@@ -10,7 +10,7 @@ from ..errors import ScheduleError
 from .gradients import GradientMemory
 from .graph import Graph
 from .schedule import ActionKind, Schedule, mark
-from .uses import resting
+from .uses import resting, resting_tapes
 
 Gradients = Literal["fresh", "kept"]
 
@@ -105,7 +105,7 @@ class Replay(GradientMemory):
         self.has_run = [False] * count
         self.is_saved = [True] * count  # whether hooks need not hand over what its backward reads
         self.is_done = [False] * count
-        rest = resting(graph, schedule)
+        rest, self.resting_tapes = resting(graph, schedule), resting_tapes(graph, schedule)
         self.by_hooks = [[i for i in node.saved if i not in rest or i not in node.held] for node in graph.nodes]
         self.savers: list[list[int]] = [[] for _ in graph.nodes]  # whom hooks hand over an output that goes
         for n, saved in enumerate(self.by_hooks):
@@ -206,7 +206,9 @@ class Replay(GradientMemory):
             has_tape = self.graph.nodes[n].tape_bytes > 0
             raise self.error(position, "its tape is not resident" if has_tape else "it has no tape")
         most = self.alive
-        self.tape[n] = self.is_saved[n] = False
+        self.tape[n] = False
+        if n not in self.resting_tapes:
+            self.is_saved[n] = False
         self.alive -= self.graph.nodes[n].tape_bytes
         return most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .arrays import GraphArrays
@@ -69,6 +70,32 @@ def resting(graph: Graph, schedule: Schedule) -> frozenset[int]:
             if is_forward:
                 gone.add(n)
     return frozenset(found & gone)
+
+
+def resting_tapes(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """The nodes whose tape is discarded right after it was made, and once only: one recomputation brings it back.
+
+    Where it can be reached it is empty in between. None where something runs again within the forward.
+    """
+    held = {n for n, node in enumerate(graph.nodes) if node.is_tape_held}
+    runs, discards, done, found = Counter[int](), Counter[int](), set[int](), set[int]()
+    last_run, is_forward = -1, True
+    for kind, n in schedule:
+        if kind == "F":
+            if runs[n] and is_forward:
+                if len(runs) < len(graph.nodes):
+                    return frozenset()
+                is_forward = False
+            last_run = n
+            runs[n] += n not in done
+        elif kind == "B":
+            is_forward = False
+            done.add(n)
+        elif kind == "T" and n not in done:
+            discards[n] += 1
+            if n in held and n == last_run and runs[n] == 1 and is_forward:
+                found.add(n)
+    return frozenset(n for n in found if runs[n] == 2 and discards[n] == 1)
 
 
 def needed_runs(graph: Graph, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:

@@ -15,10 +15,9 @@ from training_steps import assert_equal_traces, traces
 
 from lightning_remat import profile, trace
 from lightning_remat.execution.assembly import compile_schedule
-from lightning_remat.execution.executor import Reference
 from lightning_remat.execution.forward import _Forward  # pyright: ignore[reportPrivateUsage]
 from lightning_remat.execution.instructions import Do
-from lightning_remat.execution.places import Place
+from lightning_remat.execution.places import Place, Reference
 from lightning_remat.execution.program import Program
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again

@@ -1,0 +1,100 @@
+"""Tapes that give up their memory in place, and get it again once their operations have run again: without hooks.
+
+A tape is what autograd saves of an operation for its backward alone. Where all of it can be reached from autograd's
+graph its storages are emptied right after the operation has run, and are filled from the tape of its recomputation,
+which is reached by the same route. What must hold for it is told in `resting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+
+from ..operations.evaluation import Constant
+from ..operations.routes import Route
+
+_num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
+_hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
+_num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
+
+
+class RestingTape:
+    """The tape of an operation.
+
+    Args:
+        place: Where executions note its storages, in their tables.
+        name: Of the operation, for messages.
+        routes: To a tensor in each of its storages.
+    """
+
+    __slots__ = ("_counts", "_name", "_storages_of", "_tensors_of", "place")
+
+    def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
+        self.place, self._name = place, name
+        tensors = [f"made{route}" for route in routes]
+        self._tensors_of = _reading(tensors)
+        self._storages_of = _reading(f"{tensor}.untyped_storage()" for tensor in tensors)
+        self._counts: list[int] | None = None  # of those that hold the tensors and storages when they go to rest
+
+    def rest(self, values: list[Any], made: Any) -> None:
+        """The tape of what an operation made gives up its memory, unless others hold it than did the first time.
+
+        Hooks around the forward, as of a checkpoint, have it in their keeping.
+        """
+        if _hooks_around(True) is not None:
+            return
+        tensors = self._tensors_of(made)
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        counts = [tensor._use_count() for tensor in tensors]
+        counts += [_num_holders(storage._cdata) for storage in storages]
+        if self._counts is None:
+            self._counts = counts
+        if counts == self._counts:
+            values[self.place] = storages, [storage.nbytes() for storage in storages]
+            self._empty(storages, made)
+
+    def fill(self, values: list[Any], made: Any) -> None:
+        """If it rests it gets the values of the tape of a recomputation, which made these.
+
+        Raises:
+            RuntimeError: They are as many as others.
+        """
+        if (noted := values[self.place]) is None:
+            return
+        storages, sizes = noted
+        again = self._storages_of(made)
+        if (found := [storage.nbytes() for storage in again]) != sizes:
+            raise RuntimeError(
+                f"{self._name} saved other tensors for its backward in its recomputation than in its first run (of "
+                f"{sizes} bytes then, {found} now), so it does not do the same twice. Remedy: leave it out of the "
+                "rewritten modules"
+            )
+        for storage, size, filled in zip(storages, sizes, again, strict=True):
+            storage.resize_(size)
+            storage.copy_(filled)
+            filled.resize_(0)
+        values[self.place] = None
+        if _num_modes():
+            self._empty(again, made)
+
+    def _empty(self, storages: Iterable[Any], made: Any) -> None:
+        for storage in storages:
+            storage.resize_(0)
+        if _num_modes():  # such as meters, which look at what operations return
+            for tensor in self._tensors_of(made):
+                tensor.detach()
+
+    def resting(self, constant: Constant, made: str) -> Iterator[str]:
+        """`rest` as lines of a function whose table of values is `v`."""
+        yield f"{constant(self)}.rest(v, {made})"
+
+    def filling(self, constant: Constant, made: str) -> Iterator[str]:
+        """`fill` as such lines."""
+        yield f"{constant(self)}.fill(v, {made})"
+
+
+def _reading(expressions: Iterable[str]) -> Callable[[Any], list[Any]]:
+    """The function of what an operation made that reads these from it."""
+    return eval(f"lambda made: [{', '.join(expressions)}]")

@@ -1,0 +1,58 @@
+"""How a tensor that autograd saved of an operation is reached from what the operation returned, without hooks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .saved_tensors import storage_key
+
+Route = str
+"""What is written after a tensor to read another one, as `.grad_fn.next_functions[0][0]._saved_result`."""
+
+
+def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Route]:
+    """The shortest route to each storage that autograd holds for the backward of the operation that made these.
+
+    Of what a function of the user's saves, and of what has been written since, there is none.
+
+    Args:
+        made: The tensors that the operation returned, by what is written after what it returned to read each.
+        since: The sequence number of the first of its nodes.
+    """
+    found: dict[int, Route] = {}
+    seen: set[Any] = set()
+    waiting: deque[tuple[Any, Route]] = deque((t.grad_fn, f"{route}.grad_fn") for route, t in made.items())
+    while waiting:
+        node, route = waiting.popleft()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            for name, tensor in _saved_in(node):
+                if (key := storage_key(tensor)) is not None:
+                    found.setdefault(key, f"{route}.{name}")
+        waiting += [(next_, f"{route}.next_functions[{k}][0]") for k, (next_, _) in enumerate(node.next_functions)]
+    return found
+
+
+def _saved_in(node: Any) -> Iterator[tuple[Route, Tensor]]:
+    """The tensors that a node holds."""
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(cast("Sequence[Any]", value))
+            yield from ((f"{name}[{k}]", item) for k, item in items if isinstance(item, Tensor))

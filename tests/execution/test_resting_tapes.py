@@ -1,0 +1,224 @@
+"""What autograd saves for one backward alone gives up its memory in place, and is filled by a recomputation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from resting_cases import Between, rested_tapes
+from rewriting import recomputing_copy
+from torch import Tensor, nn
+from training_steps import assert_equal_traces, step_peak, traces
+from uses import same
+
+from lightning_remat import profile, simulate, trace
+from lightning_remat.execution.resting_tapes import RestingTape
+from lightning_remat.execution.rewriter import programs_in
+from lightning_remat.schedules.compiled_simulator import Judge
+from lightning_remat.schedules.graph import Graph, Node
+from lightning_remat.schedules.schedule import Schedule
+
+X = torch.randn(4, 6)
+
+
+TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "layer norm": lambda m, x: m.c(F.layer_norm(m.a(x), (6,))),
+    "group norm": lambda m, x: m.c(F.group_norm(m.a(x), 2)),
+    "batch norm": lambda m, x: m.c(F.batch_norm(m.a(x), None, None, training=True)),
+    "dropout": lambda m, x: m.c(F.dropout(m.b(F.dropout(m.a(x), 0.5)), 0.3)),
+    "entropy": lambda m, x: m.c(F.cross_entropy(m.b(x), x.argmax(1), reduction="none")[:, None].expand(-1, 6)),
+}
+
+
+class Before(Between):
+    """What is to be tested, and layers after it that need more memory."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(does)
+        self.after = nn.Sequential(nn.Linear(6, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.does(self, x)
+        return self.after(made.reshape(-1, 6) if made.dim() else made.expand(6)).sum()
+
+
+@pytest.mark.parametrize("name", TAPED)
+def test_steps_are_the_plain_ones(name: str) -> None:
+    module, batches = Before(TAPED[name]), [X, X + 1, X[:3], X - 1, X[:2]]
+    ours = recomputing_copy(module, X)
+    assert_equal_traces(traces(copy.deepcopy(module), batches), traces(ours, batches))
+    assert rested_tapes(ours)
+
+
+class Unrolled(nn.Module):
+    """A recurrent network of cells."""
+
+    def __init__(self, cell: Callable[[int, int], nn.Module], steps: int = 6) -> None:
+        super().__init__()
+        self.cells, self.steps = nn.ModuleList(cell(6, 6) for _ in range(2)), steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: list[Any] = [None, None]
+        made: list[Tensor] = []
+        for _ in range(self.steps):
+            h = x
+            for k, cell in enumerate(self.cells):
+                states[k] = cell(h, states[k])
+                h = states[k][0] if isinstance(states[k], tuple) else states[k]
+            made.append(h)
+        return torch.stack(made)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("bias", [True, False])
+def test_recurrent_cells_need_no_hooks(cell: Any, bias: bool) -> None:
+    module = Unrolled(lambda *sizes: cell(*sizes, bias=bias))
+    ours = recomputing_copy(module, X, kept=range(0, 64, 5))
+    batches = [X, X + 1, X[:3], X - 1]
+    assert_equal_traces(traces(copy.deepcopy(module), batches), traces(ours, batches))
+    (program,) = programs_in(ours)
+    assert len(program.hooked) > 10
+    assert not program.variants[-1].hooked
+    assert rested_tapes(ours) > 5
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_memory_is_given_up_and_no_more_is_needed_than_in_the_first_step(cell: Any) -> None:
+    module, x = Unrolled(cell, steps=12), torch.randn(256, 6)
+    ours = recomputing_copy(module, x, kept=range(0, 128, 9))
+    peaks = [step_peak(ours, x) for _ in range(3)]
+    assert rested_tapes(ours)
+    assert max(peaks[1:]) <= peaks[0] < step_peak(module, x)
+
+
+def test_a_cast_that_autocast_keeps_for_others_does_not_rest() -> None:
+    def forward(m: Between, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = m.a(x).sigmoid()
+        return x
+
+    module = Between(forward)
+    ours = recomputing_copy(module, X)
+    found: list[list[Tensor]] = []
+    for m in (module, ours):
+        made: list[Tensor] = []
+        for step in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = m(X + step).sum()
+            loss.backward()
+            made += [loss.detach(), *(p.grad.clone() for p in m.a.parameters() if p.grad is not None)]
+        found.append(made)
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_around_a_forward_are_not_asked_for_what_they_keep() -> None:
+    module = Before(TAPED["layer norm"])
+    ours = recomputing_copy(module, X)
+    for _ in range(2):
+        ours(X).backward()
+    assert rested_tapes(ours)
+    num_asked = [0]
+
+    def kept(tensor: Tensor) -> Tensor:
+        num_asked[0] += 1
+        return tensor
+
+    for m in (module, ours):
+        m.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, kept):
+            loss = m(X)
+        assert not num_asked[0]
+        loss.backward()
+        num_asked[0] = 0
+    for name, p in module.named_parameters():
+        assert p.grad is None or same(p.grad, ours.get_parameter(name).grad)
+
+
+def test_what_a_function_of_the_users_saves_keeps_its_hooks() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.sin())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * ctx.saved_tensors[0]
+
+    module = Between(lambda m, x: m.c(Doubled.apply(m.a(x))))
+    ours = recomputing_copy(module, X)
+    assert_equal_traces(traces(copy.deepcopy(module), [X, X + 1, X]), traces(ours, [X, X + 1, X]))
+    assert not rested_tapes(ours)
+
+
+def test_a_step_that_failed_while_filling_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Before(TAPED["layer norm"])
+    ours, fill = recomputing_copy(module, X), RestingTape.fill
+    for m in (module, module, ours, ours):
+        m.zero_grad()
+        m(X).backward()
+    assert rested_tapes(ours)
+    loss = ours(X)
+
+    def fails(self: RestingTape, values: list[Any], made: Any) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(RestingTape, "fill", fails)
+    with pytest.raises(MemoryError, match="full"):
+        loss.backward(retain_graph=True)
+    monkeypatch.setattr(RestingTape, "fill", fill)
+    for backward in (loss.backward, lambda: ours(X).backward()):  # that begins anew
+        ours.zero_grad()
+        backward()
+        for name, p in module.named_parameters():
+            assert p.grad is None or same(p.grad, ours.get_parameter(name).grad)
+
+
+def test_a_recomputation_with_another_tape_is_an_error_that_names_the_operation() -> None:
+    made = nn.functional.layer_norm(X.clone().requires_grad_(), (6,))
+    tape, values = RestingTape(0, "block.norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    tape.rest(values, made)
+    other = nn.functional.layer_norm(torch.randn(5, 6, requires_grad=True), (6,))
+    with pytest.raises(RuntimeError, match=r"block.norm saved other tensors .*of \[16\] bytes then, \[20\] now"):
+        tape.fill(values, other)
+    tape.fill(values, nn.functional.layer_norm(X.clone().requires_grad_(), (6,)))
+    assert values == [None]
+
+
+def test_what_others_hold_than_did_the_first_time_stays() -> None:
+    tape, values = RestingTape(0, "norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    for is_held in (False, True):
+        made = nn.functional.layer_norm(X.clone().requires_grad_(), (6,))
+        held: Any = cast(Any, made.grad_fn)._saved_result1.view(-1) if is_held else None
+        values[0] = None
+        tape.rest(values, made)
+        assert (values[0] is None) == is_held
+        assert held is None or held.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "price"),
+    [
+        ("F0 T0 F1 F2 B2 D2 F0 B1 D1 B0 D0 T0", 3),  # empty in between
+        ("F0 F1 T0 F2 B2 D2 F0 B1 D1 B0 D0 T0", 13),  # when others have run it is too late
+        ("F0 T0 F1 F2 F0 T0 B2 D2 F0 B1 D1 B0 D0 T0", 16),  # twice
+        ("F0 T0 F1 D0 F0 T0 D0 F2 B2 D2 B1 D1 F0 B0 D0 T0", 16),  # within the forward
+    ],
+)
+def test_a_tape_that_is_brought_once_needs_no_hooks(text: str, price: float) -> None:
+    first = Node("first", output_bytes=8, tape_bytes=8, tape_price=3.0, hook_price=10.0, is_tape_held=True)
+    graph = Graph((first, *(Node(name, inputs=(k,), output_bytes=8) for k, name in enumerate(("second", "third")))))
+    schedule = Schedule.parse(text)
+    simulation = simulate(graph, schedule)
+    assert simulation.recompute_seconds == price
+    assert Judge(graph).cost(schedule) == (simulation.peak_bytes, simulation.seconds)
+
+
+def test_a_profile_tells_which_tapes_can_be_reached() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.5), nn.GELU())
+    graph = profile(trace(module, X), X, repeats=1)
+    assert [node.is_tape_held for node in graph.nodes] == [False, True, True, False]
