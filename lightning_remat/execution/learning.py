@@ -99,7 +99,8 @@ class Learning:
     def _find_tape(self, n: int, made: list[Tensor]) -> None:
         """Notes the routes to what autograd saves of an operation whose tape may rest, while hooks hand it over."""
         step = self.program.steps[n]
-        if step.is_hooked and step.is_taped and not step.keeps_tape and len(step.outputs) == 1:
+        can_rest = self.program.graph.nodes[n].is_tape_held and len(step.outputs) == 1
+        if can_rest and step.is_hooked and step.is_taped and not step.keeps_tape:
             homes = zip(self.homes[n], made, strict=True)
             found = {"" if part < 0 else f"[{part}]": t for (slot, part), t in homes if slot != ELSEWHERE}
             self._routes[n] = routes_to_storages(found, self._since)

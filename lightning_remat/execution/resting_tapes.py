@@ -45,7 +45,10 @@ class RestingTape:
         """
         if _hooks_around(True) is not None:
             return
-        tensors = self._tensors_of(made)
+        try:
+            tensors = self._tensors_of(made)
+        except AttributeError:  # no gradients flow to it this time
+            return
         storages = [tensor.untyped_storage() for tensor in tensors]
         counts = [tensor._use_count() for tensor in tensors]
         counts += [_num_holders(storage._cdata) for storage in storages]

@@ -8,11 +8,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from .operation import Operation
 from .saved_tensors import storage_key
 
 Route = str
 """What is written after a tensor to read another one, as `.grad_fn.next_functions[0][0]._saved_result`."""
+
+_RECORDED_ALIKE = frozenset[Any](
+    {
+        *(torch.lstm_cell, torch.gru_cell, functional.cross_entropy, functional.nll_loss),
+        *(functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm),
+        *(functional.batch_norm, torch.batch_norm, functional.dropout, torch.dropout, functional.alpha_dropout),
+    }
+)
+
+
+def is_recorded_alike(operation: Operation) -> bool:
+    """Whether autograd records the same graph of an operation whatever the sizes, so that routes lead to the same.
+
+    Not so of attention, which chooses among kernels: a route would end elsewhere, even in another operation's graph.
+    """
+    return all(part.target in _RECORDED_ALIKE for part in operation.parts if part not in operation.effects)
 
 
 def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Route]:

@@ -24,6 +24,7 @@ from ..module_state.batches import tensors_held
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.module_hooks import silent
 from ..operations.operation import TracedModule
+from ..operations.routes import is_recorded_alike
 from ..operations.saved_tensors import (
     Leaf,
     OutputRef,
@@ -223,15 +224,17 @@ class _Profiler:
         And whether its tape can be reached where autograd holds it, and is soon filled again.
         """
         saved = [source for source in sources if isinstance(source, OutputRef) and source.operation != n]
-        if not (saved or tape):
+        tape_bytes = storage_bytes(tape)
+        is_soon_filled = bool(tape) and tape_bytes <= most_refilled_bytes(tape[0].device)
+        can_be_reached = is_soon_filled and is_recorded_alike(self.operations[n])
+        if not (saved or can_be_reached):
             return (), False
         made = tensors_of(self.runs.run_timed(n, inputs, None))
         held = held_tensors(made)
         if held is None or len(held) != len(sources):
             return (), False
         elsewhere = self.runs.external | storage_keys((*made, *tensors_of(inputs.values())))
-        tape_bytes = storage_bytes(tape)
-        is_tape_held = 0 < tape_bytes == storage_bytes(held, elsewhere) <= most_refilled_bytes(tape[0].device)
+        is_tape_held = can_be_reached and 0 < tape_bytes == storage_bytes(held, elsewhere)
         read = {id(t) for i, value in inputs.items() if i in self.traced.producer for t in tensors_of([value])}
         owners = storage_owners(self.operations, self.runs.leaves, n)
         others = {

@@ -39,8 +39,8 @@ class Node:
         saved: The nodes, itself included, whose *output* its backward reads.
         held: Those of them of which autograd holds the very tensors that operations returned: these can give up their
             memory, and be given it again, without hooks.
-        is_tape_held: Whether all of its tape can be reached from autograd's graph, give up its memory like that, and be
-            filled again in less time than hooks take.
+        is_tape_held: Whether all of its tape can always be reached from autograd's graph, give up its memory like that,
+            and be filled again in less time than hooks take.
         output_bytes: Bytes of the output's storage; 0 for a view.
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
