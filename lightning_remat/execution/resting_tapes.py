@@ -29,13 +29,12 @@ class RestingTape:
         routes: To a tensor in each of its storages.
     """
 
-    __slots__ = ("_counts", "_name", "_storages_of", "_tensors_of", "place")
+    __slots__ = ("_counts", "_name", "_tensors_of", "place")
 
     def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
         self.place, self._name = place, name
-        tensors = [f"made{route}" for route in routes]
-        self._tensors_of = _reading(tensors)
-        self._storages_of = _reading(f"{tensor}.untyped_storage()" for tensor in tensors)
+        read = ", ".join(f"made{route}" for route in routes)
+        self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
         self._counts: list[int] | None = None  # of those that hold the tensors and storages when they go to rest
 
     def rest(self, values: list[Any], made: Any) -> None:
@@ -56,38 +55,32 @@ class RestingTape:
             self._counts = counts
         if counts == self._counts:
             values[self.place] = storages, [storage.nbytes() for storage in storages]
-            self._empty(storages, made)
+            for storage in storages:
+                storage.resize_(0)
+            if _num_modes():  # such as meters, which look at what operations return
+                for tensor in tensors:
+                    tensor.detach()
 
     def fill(self, values: list[Any], made: Any) -> None:
         """If it rests it gets the values of the tape of a recomputation, which made these.
 
         Raises:
-            RuntimeError: They are as many as others.
+            RuntimeError: That is of other sizes.
         """
         if (noted := values[self.place]) is None:
             return
         storages, sizes = noted
-        again = self._storages_of(made)
+        again = [tensor.untyped_storage() for tensor in self._tensors_of(made)]
         if (found := [storage.nbytes() for storage in again]) != sizes:
             raise RuntimeError(
                 f"{self._name} saved other tensors for its backward in its recomputation than in its first run (of "
                 f"{sizes} bytes then, {found} now), so it does not do the same twice. Remedy: leave it out of the "
                 "rewritten modules"
             )
-        for storage, size, filled in zip(storages, sizes, again, strict=True):
+        for storage, size, other in zip(storages, sizes, again, strict=True):
             storage.resize_(size)
-            storage.copy_(filled)
-            filled.resize_(0)
+            storage.copy_(other)
         values[self.place] = None
-        if _num_modes():
-            self._empty(again, made)
-
-    def _empty(self, storages: Iterable[Any], made: Any) -> None:
-        for storage in storages:
-            storage.resize_(0)
-        if _num_modes():  # such as meters, which look at what operations return
-            for tensor in self._tensors_of(made):
-                tensor.detach()
 
     def resting(self, constant: Constant, made: str) -> Iterator[str]:
         """`rest` as lines of a function whose table of values is `v`."""
@@ -96,8 +89,3 @@ class RestingTape:
     def filling(self, constant: Constant, made: str) -> Iterator[str]:
         """`fill` as such lines."""
         yield f"{constant(self)}.fill(v, {made})"
-
-
-def _reading(expressions: Iterable[str]) -> Callable[[Any], list[Any]]:
-    """The function of what an operation made that reads these from it."""
-    return eval(f"lambda made: [{', '.join(expressions)}]")
