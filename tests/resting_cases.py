@@ -10,6 +10,7 @@ from rewriting import rewrite
 from torch import Tensor, nn
 
 from lightning_remat import profile, trace
+from lightning_remat.execution.resting_storages import RestingResult
 from lightning_remat.execution.rewriter import programs_in
 
 
@@ -37,6 +38,12 @@ def resting_copy(module: nn.Module, x: Tensor) -> nn.Module:
 def rested_tapes(module: nn.Module) -> int:
     """How many operations' tapes rest."""
     return sum(len(p.variants[-1].rests.tapes) for p in programs_in(module))
+
+
+def rested_results(module: nn.Module) -> int:
+    """How many outputs rest that their own operations have saved."""
+    tensors = (t for p in programs_in(module) for t in p.variants[-1].rests.tensors.values())
+    return sum(isinstance(t, RestingResult) for t in tensors)
 
 
 def rested(module: nn.Module) -> int:

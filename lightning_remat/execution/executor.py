@@ -226,9 +226,9 @@ class Execution:
                 raise
 
     def _fill(self, n: int) -> None:
-        output = self.values[self.steps[n].outputs[0]]
+        slot = self.steps[n].outputs[0]
         for tensor in self.program.rests.filled[n]:
-            tensor.fill(self.values, output)
+            self.values[slot] = tensor.fill(self.values, self.values[slot])
 
     def _give_up(self) -> None:
         """Whatever comes next starts over."""

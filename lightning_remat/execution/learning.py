@@ -67,6 +67,8 @@ class Learning:
         self._since = 0
         self._routes: dict[int, dict[int, Route]] = {}  # to what is saved of an operation whose tape may rest
         self._tapes: dict[int, tuple[list[Route], list[StorageWeakRef]]] = {}  # where they lead to
+        self._results: dict[int, StorageWeakRef] = {}  # of outputs that were saved for their own operations' backwards
+        self._stored: dict[int, int] = {}  # whose these are, by the keys of the storages
         self._maker = cast("dict[Tensor, int]", WeakIdKeyDictionary())  # of tensors that are the only output
 
     def begin(self) -> None:
@@ -82,6 +84,8 @@ class Learning:
         self.homes[n] = [home for slot in outputs for home in _homes(slot, self.values[slot])]
         if not self.is_first:
             return
+        for key in storage_keys(tensors) & self._stored.keys():  # others read it when the first is done
+            self._results.pop(self._stored[key], None)
         if n not in self._ages:
             self._find_tape(n, tensors)
         self._ages[n] = {age(t.grad_fn) for t in tensors if t.grad_fn is not None}
@@ -95,6 +99,10 @@ class Learning:
             self._maker[tensors[0]] = n
             if not others and (form := self._form(n, tensors[0])) is not None:
                 self.forms[n] = form
+                storage = tensors[0].untyped_storage()
+                if n in self.program.graph.nodes[n].held and form.is_alone and storage.resizable():
+                    self._results[n] = StorageWeakRef(storage)
+                    self._stored[storage._cdata] = n  # pyright: ignore
 
     def _find_tape(self, n: int, made: list[Tensor]) -> None:
         """Notes the routes to what autograd saves of an operation whose tape may rest, while hooks hand it over."""
@@ -158,7 +166,9 @@ class Learning:
         flow = Flow(ends, self._given_nodes, nodes)
         order = Order.of(program.traced, program.schedule)
         routes = {n: routes for n, (routes, _) in self._tapes.items()}
-        found = rests_of(program.graph, program.schedule, order, self.forms, routes, flow, program.num_slots)
+        gone = {n for n, storage in self._results.items() if storage.expired()}  # pyright: ignore
+        graph, schedule = program.graph, program.schedule
+        found = rests_of(graph, schedule, order, self.forms, gone, routes, flow, program.num_slots)
         return replace(found, sources=tuple(sources))
 
     def _sources(self, values: Mapping[int, Any]) -> Generator[tuple[Entry, Any]]:

@@ -76,9 +76,9 @@ def rerun_prices() -> RerunPrices:
     """What the executor adds to the operations that it runs again, which is the host's work whatever the device.
 
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
-    recomputed alone, whose output rests, or which saves its own output itself, and with several blocks recomputed at
-    once, with their norms, which have tapes, and without: what differs from the first, by how many runs, stretches,
-    tapes and saved tensors, tells the prices.
+    recomputed alone, whose output rests, or which saves its own output and needs hooks, and with several blocks
+    recomputed at once, with their norms, which have tapes, and without: what differs from the first, by how many runs,
+    stretches, tapes and saved tensors, tells the prices.
     """
     with _undisturbed():
         return _measured()
@@ -157,6 +157,7 @@ def _transformer() -> fx.GraphModule:
         inner = graph.call_function(nn.functional.layer_norm, (h, (_WIDTH,), scale, shift))
         inner = graph.call_function(nn.functional.gelu, (graph.call_function(nn.functional.linear, (inner, up, bias)),))
         inner = graph.call_function(torch.sigmoid, (inner,))
+        inner = graph.call_method("view", (inner, (_WIDTH, _WIDTH)))  # an output of which there are views needs hooks
         for down in zip(downs[::2], downs[1::2], strict=True):
             h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, *down))))
     graph.output((h,))

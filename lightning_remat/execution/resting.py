@@ -26,7 +26,7 @@ from ..schedules.simulator import simulate
 from ..schedules.uses import resting, resting_tapes
 from .flow import Flow
 from .instructions import Order, hooked_operations, made_again
-from .resting_tapes import RestingTape
+from .resting_storages import RestingResult, RestingTape
 
 EMPTY_SHAPE = (0,) * 16
 """Of what stands for a tensor that rests: with no shape of more than one element does it broadcast."""
@@ -47,6 +47,11 @@ class Form:
     is_view: bool
     has_base: bool
     empty: Tensor
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the memory is the tensor's own, and it is that of no tuple and no base."""
+        return self.part < 0 and not (self.is_view or self.has_base)
 
     def by_itself(self) -> Form:
         """Of a tensor whose operation is made again, too."""
@@ -92,17 +97,18 @@ class Resting:
             if base is not None:
                 base.data = form.empty
 
-    def fill(self, values: list[Any], output: Any) -> None:
-        """Gives the tensor the memory of the output, which was made again, if it lives."""
+    def fill(self, values: list[Any], output: Any) -> Any:
+        """Gives the tensor the memory of the output, which was made again, if it lives; the output."""
         noted: Any = values[self.place]
         if noted is None:
-            return
+            return output
         form = self._form
         reference, geometry = cast("tuple[weakref.ref[Tensor], Geometry]", noted) if form.is_view else (noted, None)
         if (tensor := reference()) is not None:
             tensor._fix_weakref()  # pyright: ignore
             again: Tensor = output if form.part < 0 else output[form.part]
             tensor.data = again if geometry is None else again.detach().as_strided(*geometry)
+        return output
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
         """`rest` as lines of a function whose table of values is `v`."""
@@ -123,6 +129,10 @@ class Resting:
             yield "resting = resting and resting()"
             yield f"if resting is not None: resting._fix_weakref(); resting.data = {output}"
             yield "del resting"
+
+
+RestingOutput = Resting | RestingResult
+"""By its tensor, or by its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +177,8 @@ class Rests:
 
     operations: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
-    tensors: Mapping[int, Resting] = field(default_factory=dict[int, Resting])
-    filled: Mapping[int, tuple[Resting, ...]] = field(default_factory=dict[int, tuple[Resting, ...]])
+    tensors: Mapping[int, RestingOutput] = field(default_factory=dict[int, RestingOutput])
+    filled: Mapping[int, tuple[RestingOutput, ...]] = field(default_factory=dict[int, tuple[RestingOutput, ...]])
     tapes: Mapping[int, RestingTape] = field(default_factory=dict[int, RestingTape])
     last_fill: int = -1
     sources: tuple[Entry, ...] = ()
@@ -184,6 +194,7 @@ def rests_of(
     schedule: Schedule,
     order: Order,
     forms: Mapping[int, Form],
+    results: Collection[int],
     routes: Mapping[int, Sequence[Route]],
     flow: Flow,
     first: int,
@@ -195,20 +206,25 @@ def rests_of(
         schedule: A valid one.
         order: That of the schedule.
         forms: Of the operations that return one tensor.
+        results: Those of them that have saved it for their own backwards, so that only its storage can rest.
         routes: Of operations, those to their tapes.
         flow: How gradients flow.
         first: The first place of tables that is free.
     """
     resting_roots = {n for n in resting(graph, schedule) if graph.roots[n] == n}
+    again = made_again(schedule)
     tapes_again = _tapes_made_again(graph, schedule, routes)
+    sizes = {n: graph.nodes[n].output_bytes for n in resting_roots.intersection(results, forms)}
+    with_storage = _with_room(graph, schedule, {n: again[n][0] for n in sizes}, sizes)
     hooked = set(hooked_operations(schedule, graph, order, resting_roots, tapes_again))
     needs = dict[int, set[int]]()  # operation -> outputs that must be filled before its backward
     for m in hooked_operations(schedule, graph, order) - hooked:
         node = graph.nodes[m]
         needs[m] = {r for r in node.held if r in resting_roots}
-        if any(graph.roots[i] in needs[m] and i not in forms for i in node.inputs):
+        is_known = all(i in forms for i in node.inputs if graph.roots[i] in needs[m])
+        if not is_known or (m in needs[m] and m not in with_storage):
             hooked.add(m)
-    again = {n: place for n, (_, place) in made_again(schedule).items()}
+    again = {n: place for n, (_, place) in again.items()}
     fills = {*again.values(), *tapes_again.values()}
     told = {n for place in fills if flow.is_told(n := order.backwards[place]) and n not in hooked}
     for m in sorted(needs.keys() - hooked, key=order.place.__getitem__):
@@ -224,42 +240,52 @@ def rests_of(
             told.add(a)
     bare = needs.keys() - hooked
     roots = {r for m in bare for r in needs[m]}
+    stored = {m for m in bare if m in needs[m]}
     read = {i for m in bare for i in graph.nodes[m].inputs if graph.roots[i] in needs[m]}
     # A view holds its base, too. Of what nobody reads nothing is left.
     family = [n for n, root in enumerate(graph.roots) if n in forms and (n in read or (n == root and n in roots))]
     # What is made again with its base is filled by that run, and nobody needs to know how it lies in the base.
     filler = {n: n if again.get(n) == again[root := graph.roots[n]] else root for n in family}
-    tensors = {
-        n: Resting(first + k, forms[n].by_itself() if filler[n] == n else forms[n]) for k, n in enumerate(family)
-    }
-    filled = dict[int, tuple[Resting, ...]]()
-    for n in sorted(read.intersection(family)):
+    tensors = dict[int, RestingOutput]()
+    for place, n in enumerate(family, first):
+        form = forms[n].by_itself() if filler[n] == n else forms[n]
+        tensors[n] = RestingResult(place, graph.nodes[n].name) if n in stored else Resting(place, form)
+    filled = dict[int, tuple[RestingOutput, ...]]()
+    for n in sorted(stored | read.intersection(family)):
         filled[filler[n]] = (*filled.get(filler[n], ()), tensors[n])
     first += len(family)
     taped = sorted(bare & tapes_again.keys())
     tapes = {m: RestingTape(first + k, graph.nodes[m].name, routes[m]) for k, m in enumerate(taped)}
     last_fill = max((*(again[r] for r in roots), *(tapes_again[m] for m in tapes)), default=-1)
-    unproven = list(tensors.values())
+    unproven = [tensor for tensor in tensors.values() if isinstance(tensor, Resting)]
     return Rests(frozenset(bare), frozenset(told), tensors, filled, tapes, last_fill, unproven=unproven)
 
 
 def _tapes_made_again(graph: Graph, schedule: Schedule, routes: Iterable[int]) -> dict[int, int]:
-    """For each operation whose tape can rest, how many backwards have run when it is made again.
+    """For each operation whose tape can rest, how many backwards have run when it is made again."""
+    found = resting_tapes(graph, schedule).intersection(routes)
+    again = dict[int, tuple[int, int]]()
+    has_run, place = set[int](), 0
+    for position, (kind, n) in enumerate(schedule):
+        place += kind == "B"
+        if kind == "F" and n in found and n in has_run:
+            again[n] = position, place
+        has_run |= {n} if kind == "F" else set[int]()
+    tapes = {n: graph.nodes[n].tape_bytes for n in again}
+    has_room = _with_room(graph, schedule, {n: position for n, (position, _) in again.items()}, tapes)
+    return {n: place for n, (_, place) in again.items() if n in has_room}
+
+
+def _with_room(
+    graph: Graph, schedule: Schedule, again: Mapping[int, int], copied_bytes: Mapping[int, int]
+) -> Collection[int]:
+    """The operations that can be made again, at these actions, with a copy of so much of what that makes.
 
     A storage is filled while that of the recomputation lives, which must not make a new peak: beside it is the loss.
     """
-    found = resting_tapes(graph, schedule).intersection(routes)
-    if not found:
-        return {}
+    if not copied_bytes:
+        return ()
     simulation = simulate(graph, schedule)
-    again = dict[int, int]()
-    has_run = set[int]()
-    place = 0
-    for (kind, n), alive_bytes in zip(schedule, simulation.memory_bytes, strict=True):
-        place += kind == "B"
-        if kind == "F" and n in found and n in has_run:
-            node = graph.nodes[n]
-            if alive_bytes + node.tape_bytes - node.forward_workspace_bytes < simulation.peak_bytes:
-                again[n] = place
-        has_run |= {n} if kind == "F" else set[int]()
-    return again
+    alive, workspace = simulation.memory_bytes, [node.forward_workspace_bytes for node in graph.nodes]
+    needed = {n: alive[again[n]] - workspace[n] + size for n, size in copied_bytes.items()}
+    return {n for n, size in needed.items() if size < simulation.peak_bytes}

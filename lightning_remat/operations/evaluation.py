@@ -164,7 +164,7 @@ def compile_stretch(
             continue
         if isinstance(item, OnValue):
             body += item.lines(writer.constant, writer.value_in(item.slot))
-            body += [writer.forget(item.slot)] if item.is_last else []
+            body += [writer.forget(item.slot)] if item.is_last else writer.telling(item.slot)
             continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
@@ -254,6 +254,11 @@ class _Writer:
         """The name of a value: a local one, or in the table."""
         local = self._local_in(slot)
         return f"v[{slot}]" if local is None else self.locals[local]
+
+    def telling(self, slot: int) -> list[str]:
+        """The line that brings a local value into the table, if it is there, too."""
+        local = self._local_in(slot)
+        return [f"v[{slot}] = {self.locals[local]}"] if local in self.tabled else []
 
     def _local_in(self, slot: int) -> fx.Node | None:
         return next((n for n in self.locals if self.slot_of.get(n) == slot), None)

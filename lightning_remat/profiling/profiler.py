@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -221,12 +221,11 @@ class _Profiler:
     ) -> tuple[tuple[int, ...], bool]:
         """The operations of whose saved outputs autograd holds the tensors that were read, and no others.
 
-        And whether its tape can be reached where autograd holds it, and is soon filled again.
+        Its own is one of them, of which autograd holds the storage, if that is soon filled again. And whether its tape
+        can be reached where autograd holds it, and is soon filled again.
         """
-        saved = [source for source in sources if isinstance(source, OutputRef) and source.operation != n]
-        tape_bytes = storage_bytes(tape)
-        is_soon_filled = bool(tape) and tape_bytes <= most_refilled_bytes(tape[0].device)
-        can_be_reached = is_soon_filled and is_recorded_alike(self.operations[n])
+        saved = {source.operation for source in sources if isinstance(source, OutputRef)}
+        can_be_reached = _is_soon_filled(tape) and is_recorded_alike(self.operations[n])
         if not (saved or can_be_reached):
             return (), False
         made = tensors_of(self.runs.run_timed(n, inputs, None))
@@ -234,16 +233,18 @@ class _Profiler:
         if held is None or len(held) != len(sources):
             return (), False
         elsewhere = self.runs.external | storage_keys((*made, *tensors_of(inputs.values())))
-        is_tape_held = can_be_reached and 0 < tape_bytes == storage_bytes(held, elsewhere)
+        is_tape_held = can_be_reached and 0 < storage_bytes(tape) == storage_bytes(held, elsewhere)
         read = {id(t) for i, value in inputs.items() if i in self.traced.producer for t in tensors_of([value])}
         owners = storage_owners(self.operations, self.runs.leaves, n)
         others = {
             owner[0] for t in held if id(t) not in read and (owner := owners.get(storage_key(t) or 0)) is not None
         }
-        return tuple(sorted({source.operation for source in saved} - others)), is_tape_held
+        if len(made) > 1 or not _is_soon_filled(made):
+            others.add(n)
+        return tuple(sorted(saved - others)), is_tape_held
 
     def held_by_autograd_alone(self, nodes: list[Node]) -> list[Node]:
-        """The nodes, without what a caller or a function's context may hold, too, in their `held`."""
+        """The nodes, without what a caller, a view or a function's context may hold, too, in their `held`."""
         roots = list(range(len(nodes)))
         for n, node in enumerate(nodes):
             roots[n] = n if node.storage_of is None else roots[node.storage_of]
@@ -251,7 +252,11 @@ class _Profiler:
         for operation in self.operations:
             if any(map(may_keep_what_it_reads, operation.parts)):
                 elsewhere.update(roots[i] for i in operation.inputs)
-        return [replace(node, held=tuple(i for i in node.held if i not in elsewhere)) for node in nodes]
+        viewed = {root for n, root in enumerate(roots) if n != root}  # views are read when their base is done
+        return [
+            replace(node, held=tuple(i for i in node.held if i not in elsewhere and (i != n or n not in viewed)))
+            for n, node in enumerate(nodes)
+        ]
 
     def _scratch_bytes(self, n: int) -> int:
         """A recomputation writes into copies of the buffers that the first run wrote."""
@@ -352,3 +357,8 @@ class _Profiler:
 
     def _growth(self, include: Iterable[Tensor] = ()) -> AbstractContextManager[Peak]:
         return measure_growth(self.metered_device, include, **self.counts)
+
+
+def _is_soon_filled(tensors: Sequence[Tensor]) -> bool:
+    """Whether the memory of these, if it was given up, is soon there again with what it held."""
+    return bool(tensors) and storage_bytes(tensors) <= most_refilled_bytes(tensors[0].device)

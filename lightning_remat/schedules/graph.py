@@ -37,8 +37,9 @@ class Node:
         kind: The operation: `conv2d`, `batch_norm`, `relu`, `add`; a fused node joins its parts with `+`.
         inputs: The nodes whose output the operation reads.
         saved: The nodes, itself included, whose *output* its backward reads.
-        held: Those of them of which autograd holds the very tensors that operations returned: these can give up their
-            memory, and be given it again, without hooks.
+        held: Those of them that can give up their memory, and be given it again, without hooks: autograd holds the very
+            tensors that operations returned. Of its own output it holds the storage; that must be small, and no other
+            node a view of it.
         is_tape_held: Whether all of its tape can always be reached from autograd's graph, give up its memory like that,
             and be filled again in less time than hooks take.
         output_bytes: Bytes of the output's storage; 0 for a view.
@@ -300,7 +301,7 @@ def _check_node(node: Node, index: int) -> None:
     for label, indices, limit in (
         ("inputs", node.inputs, index),
         ("saved", node.saved, index + 1),
-        ("held", node.held, index),
+        ("held", node.held, index + 1),
         ("shares_gradient", node.shares_gradient or (), index),
         ("storage_of", () if node.storage_of is None else (node.storage_of,), index),
     ):

@@ -16,7 +16,7 @@ from training_steps import assert_equal_traces, step_peak, traces
 from uses import same
 
 from lightning_remat import profile, simulate, trace
-from lightning_remat.execution.resting_tapes import RestingTape
+from lightning_remat.execution.resting_storages import RestingTape
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.schedules.compiled_simulator import Judge
 from lightning_remat.schedules.graph import Graph, Node

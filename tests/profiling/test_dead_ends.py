@@ -73,12 +73,12 @@ def test_a_budget_below_what_plain_takes_is_kept(share: str) -> None:
     assert_equal_traces(traces(module, [X, X]), traces(ours, [X, X]))
 
 
-def test_gradients_asked_for_within_a_captured_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_asked_for_within_a_captured_forward_are_refused() -> None:
     class Penalized(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             return y * torch.autograd.grad(y.tanh().sum(), y)[0]
 
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
-    with pytest.raises(TraceError, match=r"torch\.autograd\.grad within its forward.*test_dead_ends\.py"):
+    message = r"torch\.autograd\.grad within its forward.*test_dead_ends\.py"
+    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(TraceError, match=message):
         trace(Penalized(16, 16), X)

@@ -1,0 +1,155 @@
+"""Storages that give up their memory in place, and are filled once their operations have run again: without hooks.
+
+What autograd saves of an operation's own is in no tensor that others have, so that only its storage can be emptied, and
+gets its values back by a copy. A tape, saved for the backward alone, is emptied right after the operation has run, if
+all of it can be reached from autograd's graph, and filled from that of the recomputation, reached by the same route. A
+result, as that of `sigmoid`, is emptied and filled when other outputs are. `resting` tells what must hold for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..operations.evaluation import Constant
+from ..operations.routes import Route
+
+_num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
+_hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
+_num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
+
+
+class RestingTape:
+    """The tape of an operation.
+
+    Args:
+        place: Where executions note its storages, in their tables.
+        name: Of the operation, for messages.
+        routes: To a tensor in each of its storages.
+    """
+
+    __slots__ = ("_counts", "_name", "_tensors_of", "place")
+
+    def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
+        self.place, self._name = place, name
+        read = ", ".join(f"made{route}" for route in routes)
+        self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
+        self._counts: list[int] | None = None  # of those that hold the tensors and storages when they go to rest
+
+    def rest(self, values: list[Any], made: Any) -> None:
+        """The tape of what an operation made gives up its memory, unless others hold it than did the first time.
+
+        Hooks around the forward, as of a checkpoint, have it in their keeping.
+        """
+        if _hooks_around(True) is not None:
+            return
+        try:
+            tensors = self._tensors_of(made)
+        except AttributeError:  # no gradients flow to it this time
+            return
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        counts = [tensor._use_count() for tensor in tensors]
+        counts += [_num_holders(storage._cdata) for storage in storages]
+        if self._counts is None:
+            self._counts = counts
+        if counts == self._counts:
+            values[self.place] = storages, [storage.nbytes() for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+            if _num_modes():  # such as meters, which look at what operations return
+                for tensor in tensors:
+                    tensor.detach()
+
+    def fill(self, values: list[Any], made: Any) -> None:
+        """If it rests it gets the values of the tape of a recomputation, which made these.
+
+        Raises:
+            RuntimeError: That is of other sizes.
+        """
+        if (noted := values[self.place]) is None:
+            return
+        storages, sizes = noted
+        again = [tensor.untyped_storage() for tensor in self._tensors_of(made)]
+        if (found := [storage.nbytes() for storage in again]) != sizes:
+            raise _is_other(self._name, sizes, found)
+        for storage, size, other in zip(storages, sizes, again, strict=True):
+            storage.resize_(size)
+            storage.copy_(other)
+        values[self.place] = None
+
+    def resting(self, constant: Constant, made: str) -> Iterator[str]:
+        """`rest` as lines of a function whose table of values is `v`."""
+        yield f"{constant(self)}.rest(v, {made})"
+
+    def filling(self, constant: Constant, made: str) -> Iterator[str]:
+        """`fill` as such lines."""
+        yield f"{constant(self)}.fill(v, {made})"
+
+
+class RestingResult:
+    """An output that autograd has saved for the backward of its own operation.
+
+    Args:
+        place: Where executions note it, in their tables.
+        name: Of the operation, for messages.
+
+    Attributes:
+        counts: Of those that hold the tensor and its storage when it goes to rest, once they are known.
+    """
+
+    __slots__ = ("_name", "counts", "place")
+
+    def __init__(self, place: int, name: str) -> None:
+        self.place, self._name = place, name
+        self.counts: tuple[int, int] | None = None
+
+    def rest(self, values: list[Any], tensor: Tensor) -> None:
+        """The tensor gives up its memory, under the conditions of a tape."""
+        if _hooks_around(True) is not None:
+            return
+        storage = tensor.untyped_storage()
+        counts = tensor._use_count(), _num_holders(storage._cdata)  # pyright: ignore
+        if self.counts is None:
+            self.counts = counts
+        if counts == self.counts:
+            again = tensor.data  # with a version of its own: it may be written
+            values[self.place] = again, storage.nbytes()
+            storage.resize_(0)
+            if _num_modes():  # such as meters, which look at what operations return
+                tensor.detach()
+
+    def fill(self, values: list[Any], output: Tensor) -> Tensor:
+        """If it rests it gets the values of the output, which was made again, and stands for it.
+
+        Raises:
+            RuntimeError: That is of another size.
+        """
+        if (noted := values[self.place]) is None:
+            return output
+        tensor, size = cast("tuple[Tensor, int]", noted)
+        if output.nbytes != tensor.nbytes:
+            raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
+        tensor.untyped_storage().resize_(size)
+        values[self.place] = None
+        if output.requires_grad:
+            tensor.copy_(output.detach())
+            return tensor.requires_grad_()
+        return tensor.copy_(output)
+
+    def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
+        """`rest` as lines of a function whose table of values is `v`."""
+        yield f"{constant(self)}.rest(v, {tensor})"
+
+    def filling(self, constant: Constant, output: str) -> Iterator[str]:
+        """`fill` as such lines."""
+        yield f"{output} = {constant(self)}.fill(v, {output})"
+
+
+def _is_other(name: str, sizes: list[int], found: list[int]) -> RuntimeError:
+    return RuntimeError(
+        f"{name} saved other tensors for its backward in its recomputation than in its first run (of {sizes} bytes "
+        f"then, {found} now), so it does not do the same twice. Remedy: leave it out of the rewritten modules"
+    )
