@@ -164,6 +164,8 @@ class Learning:
         alive = {age(node): node for node in reached(nodes, dict.fromkeys(self._given_nodes, -1), 0)}
         ends = {n: {alive[k] for k in ages if k in alive} for n, ages in self._ages.items()}
         flow = Flow(ends, self._given_nodes, nodes)
+        for t in tensors_of(value for value in self.values if not isinstance(value, Tensor)):
+            self.forms.pop(self._maker.get(t, -1), None)  # an item of a tuple that is read again
         order = Order.of(program.traced, program.schedule)
         routes = {n: routes for n, (routes, _) in self._tapes.items()}
         gone = {n for n, storage in self._results.items() if storage.expired()}  # pyright: ignore

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
 from uses import same
 
+from lightning_remat import profile, trace
+
 X = torch.randn(4, 6)
 
 
@@ -68,6 +70,22 @@ class Cells(nn.Module):
 @pytest.mark.slow
 def test_items_of_tuples_rest() -> None:
     assert_rests_as_plain(Cells(), [X, X + 1, X, X])
+
+
+@pytest.mark.parametrize("divide", ["chunk", "split", "unbind"])
+def test_an_item_of_a_tuple_that_is_kept_does_not_rest(divide: str) -> None:
+    def does(m: Between, x: Tensor) -> Tensor:
+        h = F.gelu(m.a(x)).clone()
+        first, second = h.unflatten(1, (2, 3)).unbind(1) if divide == "unbind" else getattr(h, divide)(3, dim=1)[:2]
+        return m.c(m.b(torch.cat([F.gelu(second), first.sin(), second.cos()], 1)[:, :6]).sin())
+
+    module = Between(does)
+    graph = profile(trace(module, X), X, repeats=1)
+    kept = [n for n, node in enumerate(graph.nodes) if node.kind == divide]
+    ours = recomputing_copy(module, X, kept=kept)
+    assert_equal_traces(traces(copy.deepcopy(module), [X, X + 1, X]), traces(ours, [X, X + 1, X]))
+    assert kept
+    assert rested(ours)
 
 
 @pytest.mark.slow
