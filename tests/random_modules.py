@@ -28,6 +28,7 @@ KINDS = [
     "shared",
     "gate",
     "sigmoid",
+    "softmax",
     "detach",
     "rand",
     "spectral",
@@ -124,7 +125,7 @@ class RandomModule(nn.Module):
             return a.exp().clamp(max=2).mul_(0.5)
         if kind == "chunk":
             left, right = a.chunk(2, dim=1)
-            return torch.cat([right, left], dim=1)
+            return torch.cat([right.sin(), left * right], dim=1)  # what backwards read
         if kind == "view":
             return a.view(-1, 2, self.width // 2).transpose(1, 2).reshape(-1, self.width)
         if kind == "slice_write":
@@ -139,6 +140,8 @@ class RandomModule(nn.Module):
             return a * b.sigmoid()
         if kind == "sigmoid":
             return a.sigmoid()
+        if kind == "softmax":
+            return F.layer_norm(a.softmax(1), (self.width,))
         if kind == "detach":
             return a + b.detach()
         if kind == "function":
