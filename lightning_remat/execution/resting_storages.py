@@ -95,16 +95,13 @@ class RestingResult:
     Args:
         place: Where executions note it, in their tables.
         name: Of the operation, for messages.
-
-    Attributes:
-        counts: Of those that hold the tensor and its storage when it goes to rest, once they are known.
     """
 
-    __slots__ = ("_name", "counts", "place")
+    __slots__ = ("_counts", "_name", "place")
 
     def __init__(self, place: int, name: str) -> None:
         self.place, self._name = place, name
-        self.counts: tuple[int, int] | None = None
+        self._counts: tuple[int, int] | None = None  # of those that hold the tensor and the storage when it rests
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
         """The tensor gives up its memory, under the conditions of a tape."""
@@ -112,9 +109,9 @@ class RestingResult:
             return
         storage = tensor.untyped_storage()
         counts = tensor._use_count(), _num_holders(storage._cdata)  # pyright: ignore
-        if self.counts is None:
-            self.counts = counts
-        if counts == self.counts:
+        if self._counts is None:
+            self._counts = counts
+        if counts == self._counts:
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage.nbytes()
             storage.resize_(0)
@@ -133,11 +130,9 @@ class RestingResult:
         if output.nbytes != tensor.nbytes:
             raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
         tensor.untyped_storage().resize_(size)
+        tensor.copy_(output.detach())
         values[self.place] = None
-        if output.requires_grad:
-            tensor.copy_(output.detach())
-            return tensor.requires_grad_()
-        return tensor.copy_(output)
+        return tensor.requires_grad_(output.requires_grad)
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
         """`rest` as lines of a function whose table of values is `v`."""
