@@ -47,7 +47,8 @@ def run_forward(program: Program, values: list[Any], watch: Watch | None = None)
         values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
         watch: Is told of every run.
     """
-    program = program.variants[-1] if program.variants else program
+    if program.variants and watch is None:  # a watch is told of runs, also of those that serve tapes alone
+        program = program.variants[-1]
     return _Forward(Execution(program, values, watch)).run()
 
 

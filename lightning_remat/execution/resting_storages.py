@@ -21,6 +21,9 @@ _num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyri
 _hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
 _num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
 
+_HOLDERS = 3
+"""Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied with it."""
+
 
 class RestingTape:
     """The tape of an operation.
@@ -111,7 +114,7 @@ class RestingResult:
         counts = tensor._use_count(), _num_holders(storage._cdata)  # pyright: ignore
         if self._counts is None:
             self._counts = counts
-        if counts == self._counts:
+        if counts == self._counts and counts[1] == _HOLDERS:
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage.nbytes()
             storage.resize_(0)
