@@ -22,7 +22,7 @@ _hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tens
 _num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
 
 _HOLDERS = 3
-"""Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied with it."""
+"""Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied, too."""
 
 
 class RestingTape:
