@@ -47,8 +47,7 @@ def run_forward(program: Program, values: list[Any], watch: Watch | None = None)
         values: Of the graph's placeholders: parameters, buffers, inputs, numbers.
         watch: Is told of every run.
     """
-    if program.variants and watch is None:  # a watch is told of runs, also of those that serve tapes alone
-        program = program.variants[-1]
+    program = program.variants[-1] if program.variants else program
     return _Forward(Execution(program, values, watch)).run()
 
 

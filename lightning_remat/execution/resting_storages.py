@@ -58,7 +58,7 @@ class RestingTape:
         counts += [_num_holders(storage._cdata) for storage in storages]
         if self._counts is None:
             self._counts = counts
-        if counts == self._counts:
+        if counts == self._counts and all(storage.resizable() for storage in storages):
             values[self.place] = storages, [storage.nbytes() for storage in storages]
             for storage in storages:
                 storage.resize_(0)
@@ -100,21 +100,22 @@ class RestingResult:
         name: Of the operation, for messages.
     """
 
-    __slots__ = ("_counts", "_name", "place")
+    __slots__ = ("_count", "_name", "place")
 
     def __init__(self, place: int, name: str) -> None:
         self.place, self._name = place, name
-        self._counts: tuple[int, int] | None = None  # of those that hold the tensor and the storage when it rests
+        self._count = -1  # of those that hold the tensor when it rests
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
         """The tensor gives up its memory, under the conditions of a tape."""
         if _hooks_around(True) is not None:
             return
         storage = tensor.untyped_storage()
-        counts = tensor._use_count(), _num_holders(storage._cdata)  # pyright: ignore
-        if self._counts is None:
-            self._counts = counts
-        if counts == self._counts and counts[1] == _HOLDERS:
+        count = cast(Any, tensor)._use_count()
+        if self._count < 0:
+            self._count = count
+        # Memory that is lent to an array of numpy is not given up.
+        if count == self._count and _num_holders(storage._cdata) == _HOLDERS and storage.resizable():  # pyright: ignore
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage.nbytes()
             storage.resize_(0)

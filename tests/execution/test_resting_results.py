@@ -166,12 +166,15 @@ def test_a_recomputation_of_another_size_is_an_error_that_names_the_operation() 
     assert again.data_ptr() == made.data_ptr(), "one memory, not two"
 
 
-def test_what_others_hold_than_did_the_first_time_stays() -> None:
+@pytest.mark.parametrize("holds", [lambda t: None, lambda t: t.detach(), lambda t: t.detach().numpy()])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_others_hold_stays(holds: Callable[[Tensor], Any], is_known: bool) -> None:
     result, values = RestingResult(0, "sigmoid"), list[Any]([None])
-    for is_held in (False, True):
-        made = X.clone().requires_grad_().sigmoid()
-        held = made.detach() if is_held else None
-        values[0] = None
-        result.rest(values, made)
-        assert (values[0] is None) == is_held
-        assert held is None or held.untyped_storage().nbytes()
+    if is_known:
+        result.rest(values, X.clone().requires_grad_().sigmoid())
+        assert values[0] is not None
+    made, values[0] = X.clone().requires_grad_().sigmoid(), None
+    held = holds(made)
+    result.rest(values, made)
+    assert (values[0] is None) == (held is not None)
+    assert bool(made.untyped_storage().nbytes()) == (held is not None)
