@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from rewriting import rewrite
+import pytest
+from rewriting import recomputing_copy, rewrite
 from torch import Tensor, nn
+from uses import same
 
 from lightning_remat import profile, trace
 from lightning_remat.execution.resting_storages import RestingResult
@@ -24,6 +26,18 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.does(self, x)
+
+
+class Before(Between):
+    """What is to be tested, and layers after it that need more memory."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(does)
+        self.after = nn.Sequential(nn.Linear(6, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.does(self, x)
+        return self.after(made.reshape(-1, 6) if made.dim() else made.expand(6)).sum()
 
 
 def resting_copy(module: nn.Module, x: Tensor) -> nn.Module:
@@ -44,6 +58,29 @@ def rested_results(module: nn.Module) -> int:
     """How many outputs rest that their own operations have saved."""
     tensors = (t for p in programs_in(module) for t in p.variants[-1].rests.tensors.values())
     return sum(isinstance(t, RestingResult) for t in tensors)
+
+
+def assert_right_after_a_failed_fill(module: nn.Module, x: Tensor, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that failed while something of this kind was filled leaves the next one right, and itself repeatable."""
+    ours = recomputing_copy(module, x)
+    for m in (module, module, ours, ours):
+        m.zero_grad()
+        m(x).backward()
+    assert rested(ours)
+    loss = ours(x)
+
+    def fails(*args: Any) -> None:
+        raise MemoryError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "fill", fails)
+        with pytest.raises(MemoryError, match="full"):
+            loss.backward(retain_graph=True)
+    for backward in (loss.backward, lambda: ours(x).backward()):  # that begins anew
+        ours.zero_grad()
+        backward()
+        for name, p in module.named_parameters():
+            assert p.grad is None or same(p.grad, ours.get_parameter(name).grad)
 
 
 def rested(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ from ..operations.routes import Route
 from ..operations.saved_tensors import Geometry, geometry_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
-from ..schedules.simulator import simulate
+from ..schedules.simulator import Simulation, simulate
 from ..schedules.uses import resting, resting_tapes
 from .flow import Flow
 from .instructions import Order, hooked_operations, made_again
@@ -213,9 +213,10 @@ def rests_of(
     """
     resting_roots = {n for n in resting(graph, schedule) if graph.roots[n] == n}
     again = made_again(schedule)
-    tapes_again = _tapes_made_again(graph, schedule, routes)
+    simulation = simulate(graph, schedule)
+    tapes_again = _tapes_made_again(graph, schedule, simulation, routes)
     sizes = {n: graph.nodes[n].output_bytes for n in resting_roots.intersection(results, forms)}
-    with_storage = _with_room(graph, schedule, {n: again[n][0] for n in sizes}, sizes)
+    with_storage = _with_room(graph, simulation, {n: again[n][0] for n in sizes}, sizes)
     hooked = set(hooked_operations(schedule, graph, order, resting_roots, tapes_again))
     needs = dict[int, set[int]]()  # operation -> outputs that must be filled before its backward
     for m in hooked_operations(schedule, graph, order) - hooked:
@@ -261,7 +262,9 @@ def rests_of(
     return Rests(frozenset(bare), frozenset(told), tensors, filled, tapes, last_fill, unproven=unproven)
 
 
-def _tapes_made_again(graph: Graph, schedule: Schedule, routes: Iterable[int]) -> dict[int, int]:
+def _tapes_made_again(
+    graph: Graph, schedule: Schedule, simulation: Simulation, routes: Iterable[int]
+) -> dict[int, int]:
     """For each operation whose tape can rest, how many backwards have run when it is made again."""
     found = resting_tapes(graph, schedule).intersection(routes)
     again = dict[int, tuple[int, int]]()
@@ -272,20 +275,17 @@ def _tapes_made_again(graph: Graph, schedule: Schedule, routes: Iterable[int]) -
             again[n] = position, place
         has_run |= {n} if kind == "F" else set[int]()
     tapes = {n: graph.nodes[n].tape_bytes for n in again}
-    has_room = _with_room(graph, schedule, {n: position for n, (position, _) in again.items()}, tapes)
+    has_room = _with_room(graph, simulation, {n: position for n, (position, _) in again.items()}, tapes)
     return {n: place for n, (_, place) in again.items() if n in has_room}
 
 
 def _with_room(
-    graph: Graph, schedule: Schedule, again: Mapping[int, int], copied_bytes: Mapping[int, int]
+    graph: Graph, simulation: Simulation, again: Mapping[int, int], copied_bytes: Mapping[int, int]
 ) -> Collection[int]:
     """The operations that can be made again, at these actions, with a copy of so much of what that makes.
 
     A storage is filled while that of the recomputation lives, which must not make a new peak: beside it is the loss.
     """
-    if not copied_bytes:
-        return ()
-    simulation = simulate(graph, schedule)
     alive, workspace = simulation.memory_bytes, [node.forward_workspace_bytes for node in graph.nodes]
     needed = {n: alive[again[n]] - workspace[n] + size for n, size in copied_bytes.items()}
     return {n for n, size in needed.items() if size < simulation.peak_bytes}

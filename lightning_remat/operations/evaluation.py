@@ -164,7 +164,7 @@ def compile_stretch(
             continue
         if isinstance(item, OnValue):
             body += item.lines(writer.constant, writer.value_in(item.slot))
-            body += [writer.forget(item.slot)] if item.is_last else writer.telling(item.slot)
+            body += [writer.forget(item.slot)] if item.is_last else writer.noting(item.slot)
             continue
         parts, outputs = ([item], [item]) if isinstance(item, fx.Node) else (item.parts, item.outputs)
         if not is_first and isinstance(item, Operation):
@@ -255,8 +255,8 @@ class _Writer:
         local = self._local_in(slot)
         return f"v[{slot}]" if local is None else self.locals[local]
 
-    def telling(self, slot: int) -> list[str]:
-        """The line that brings a local value into the table, if it is there, too."""
+    def noting(self, slot: int) -> list[str]:
+        """The line that tells the table of another local value, if it has the one before."""
         local = self._local_in(slot)
         return [f"v[{slot}] = {self.locals[local]}"] if local in self.tabled else []
 

@@ -22,7 +22,7 @@ _RECORDED_ALIKE = frozenset[Any](
         *(functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm),
         *(functional.batch_norm, torch.batch_norm, functional.dropout, torch.dropout, functional.alpha_dropout),
         *(functional.relu, torch.relu, torch.relu_, "relu", "relu_", functional.leaky_relu, functional.elu),
-        *(functional.silu, functional.gelu, functional.hardtanh, functional.relu6, functional.hardswish),
+        *(functional.silu, functional.hardtanh, functional.relu6, functional.hardswish),
     }
 )
 

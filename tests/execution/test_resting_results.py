@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import Between, rested_results
+from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_results
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -30,17 +30,6 @@ SAVED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "exp": lambda m, x: m.c(m.a(x).exp().sqrt().rsqrt()),
     "not contiguous": lambda m, x: m.c(m.a(x).t().sigmoid() @ m.b(x)),
 }
-
-
-class Before(Between):
-    """What is to be tested, and layers after it that need more memory."""
-
-    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__(does)
-        self.after = nn.Sequential(nn.Linear(6, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.does(self, x)).sum()
 
 
 @pytest.mark.sampled
@@ -131,26 +120,7 @@ def test_hooks_around_a_forward_have_it_in_their_keeping() -> None:
 
 
 def test_a_step_that_failed_while_filling_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Before(SAVED["tanh"])
-    ours = recomputing_copy(module, X)
-    for m in (module, module, ours, ours):
-        m.zero_grad()
-        m(X).backward()
-    assert rested_results(ours)
-    loss = ours(X)
-
-    def fails(self: RestingResult, values: list[Any], output: Tensor) -> Tensor:
-        raise MemoryError("full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RestingResult, "fill", fails)
-        with pytest.raises(MemoryError, match="full"):
-            loss.backward(retain_graph=True)
-    for backward in (loss.backward, lambda: ours(X).backward()):  # that begins anew
-        ours.zero_grad()
-        backward()
-        for name, p in module.named_parameters():
-            assert p.grad is None or same(p.grad, ours.get_parameter(name).grad)
+    assert_right_after_a_failed_fill(Before(SAVED["tanh"]), X, RestingResult, monkeypatch)
 
 
 def test_a_recomputation_of_another_size_is_an_error_that_names_the_operation() -> None:

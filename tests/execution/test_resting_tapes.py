@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import Between, rested_tapes
+from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_tapes
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -32,18 +32,6 @@ TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout": lambda m, x: m.c(F.dropout(m.b(F.dropout(m.a(x), 0.5)), 0.3)),
     "entropy": lambda m, x: m.c(F.cross_entropy(m.b(x), x.argmax(1), reduction="none")[:, None].expand(-1, 6)),
 }
-
-
-class Before(Between):
-    """What is to be tested, and layers after it that need more memory."""
-
-    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__(does)
-        self.after = nn.Sequential(nn.Linear(6, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.does(self, x)
-        return self.after(made.reshape(-1, 6) if made.dim() else made.expand(6)).sum()
 
 
 @pytest.mark.parametrize("name", TAPED)
@@ -156,26 +144,7 @@ def test_what_a_function_of_the_users_saves_keeps_its_hooks() -> None:
 
 
 def test_a_step_that_failed_while_filling_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Before(TAPED["layer norm"])
-    ours, fill = recomputing_copy(module, X), RestingTape.fill
-    for m in (module, module, ours, ours):
-        m.zero_grad()
-        m(X).backward()
-    assert rested_tapes(ours)
-    loss = ours(X)
-
-    def fails(self: RestingTape, values: list[Any], made: Any) -> None:
-        raise MemoryError("full")
-
-    monkeypatch.setattr(RestingTape, "fill", fails)
-    with pytest.raises(MemoryError, match="full"):
-        loss.backward(retain_graph=True)
-    monkeypatch.setattr(RestingTape, "fill", fill)
-    for backward in (loss.backward, lambda: ours(X).backward()):  # that begins anew
-        ours.zero_grad()
-        backward()
-        for name, p in module.named_parameters():
-            assert p.grad is None or same(p.grad, ours.get_parameter(name).grad)
+    assert_right_after_a_failed_fill(Before(TAPED["layer norm"]), X, RestingTape, monkeypatch)
 
 
 def test_a_recomputation_with_another_tape_is_an_error_that_names_the_operation() -> None:
