@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,8 +13,18 @@ from ..capture.unseen_writes import UNSEEN_WRITES
 from ..measure.stopwatch import Stopwatch
 from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
-from ..operations.evaluation import Run, compile_constant, compile_operation, detached, effect_outputs, slots
-from ..operations.operation import TracedModule
+from ..operations.evaluation import (
+    Item,
+    Run,
+    Stretch,
+    compile_constant,
+    compile_operation,
+    compile_stretch,
+    detached,
+    effect_outputs,
+    slots,
+)
+from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Leaf, storage_keys, tensors_of
 from ..operations.synchronized import shares_statistics
 from .gradient_probe import SavedStore
@@ -40,6 +51,7 @@ class SingleRuns:
         self._slot_of = slots(traced)
         self._runs = [compile_operation(o, self._slot_of, is_first=True) for o in self.operations]
         self._constants = [(c, compile_constant(c, self._slot_of)) for c in traced.constants]
+        self._stretches: dict[range, Stretch] = {}
         self.given: dict[fx.Node, Any] = {
             n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
@@ -73,10 +85,7 @@ class SingleRuns:
     def run_timed(self, n: int, inputs: dict[fx.Node, Any], watch: Stopwatch | None) -> list[Any]:
         """The outputs of operation n alone; what autograd saves it keeps by itself."""
         operation = self.operations[n]
-        for part in operation.parts:
-            for i in part.all_input_nodes:
-                if i in self._slot_of and i not in inputs and i not in operation.parts:
-                    inputs[i] = self._input(i)
+        self._read(n, inputs)
         values = {self._slot_of[i]: value for i, value in inputs.items()}
         with ContextStack() as contexts, self.draws if n in self.drawing else nullcontext():
             contexts.enter(common_contexts(operation.parts))
@@ -86,9 +95,54 @@ class SingleRuns:
             self._values[part] = value
             if shares_statistics(part):
                 self.shared[part] = value
-        if any(shares_statistics(part) or part.target in UNSEEN_WRITES for part in operation.effects):
+        if _moves_storages(operation):
             self._note_external()
         return list(made[: len(operation.outputs)])
+
+    def pieces(self, some: range) -> Iterator[range]:
+        """Operations that follow one another, in ranges that one function can run.
+
+        Apart is what draws random numbers, and what has effects that are noted as soon as it has run.
+        """
+        start = some.start
+        for n in some:
+            operation = self.operations[n]
+            if n in self.drawing or effect_outputs(operation) or _moves_storages(operation):
+                yield from (piece for piece in (range(start, n), range(n, n + 1)) if piece)
+                start = n + 1
+        if start < some.stop:
+            yield range(start, some.stop)
+
+    def run_together(self, piece: range, inputs: dict[fx.Node, Any], watch: Stopwatch) -> list[list[Any]]:
+        """The outputs of the operations of a piece, run by one function as in a step; the rest as of `run_timed`."""
+        if piece not in self._stretches:
+            self._stretches[piece] = compile_stretch(self._items(piece), self._slot_of, is_first=True)
+        for n in piece:
+            self._read(n, inputs)
+        values: list[Any] = [None] * len(self._slot_of)
+        for i, value in inputs.items():
+            values[self._slot_of[i]] = value
+        with watch:
+            self._stretches[piece](values, {})
+        return [[values[self._slot_of[part]] for part in self.operations[n].outputs] for n in piece]
+
+    def _items(self, piece: range) -> Iterator[Item]:
+        """Its operations, each followed by the shapes that are known then."""
+        known = {*self._values}
+        for n in piece:
+            yield self.operations[n]
+            known.update(self.operations[n].outputs)
+            for constant, _ in self._pending:
+                if constant not in known and known.issuperset(constant.all_input_nodes):
+                    known.add(constant)
+                    yield constant
+
+    def _read(self, n: int, inputs: dict[fx.Node, Any]) -> None:
+        """Adds the values that operation n reads and that are known: others the same piece makes."""
+        for part in self.operations[n].parts:
+            for i in part.all_input_nodes:
+                if i in self._values and i not in inputs:
+                    inputs[i] = self._input(i)
 
     def keep(self, n: int, values: list[Any]) -> None:
         """Operation n has run, with these outputs: what nobody reads any more goes."""
@@ -146,6 +200,11 @@ class SingleRuns:
             else:
                 waiting.append((constant, run))
         self._pending = waiting
+
+
+def _moves_storages(operation: Operation) -> bool:
+    """Whether what comes in from outside may lie elsewhere once it has run."""
+    return any(shares_statistics(part) or part.target in UNSEEN_WRITES for part in operation.effects)
 
 
 def _apart(value: Any, *, is_written: bool) -> Any:

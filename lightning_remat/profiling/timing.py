@@ -31,9 +31,9 @@ _SHORT_SECONDS = 1e-3  # of forward and backward, which the state of the caches 
 class Timing:
     """Passes over operations, of which the fastest runs count.
 
-    Forwards and backwards have passes of their own: after one another they find the processor's caches cold. A backward
-    alone finds them colder than in a step, too, which tells where kernels are short: those that follow one another are
-    timed together as well, where they hold little memory, and what each took alone is scaled to that. What draws random
+    Forwards and backwards have passes of their own: after one another they find the processor's caches cold. One alone
+    finds them colder than in a step, too, which tells where kernels are short: those that follow one another are timed
+    together as well, where they hold little memory, and what each took alone is scaled to that. What draws random
     numbers is asked at each call where from, which a step does not do: of its seconds that is taken off.
 
     Args:
@@ -67,7 +67,8 @@ class Timing:
         count = len(self.nodes)
         forward, backward = [math.inf] * count, [math.inf] * count
         windows: list[range] = []
-        together: dict[range, float] = {}
+        forwards: dict[range, float] = {}
+        backwards: dict[range, float] = {}
         beside: list[float] = []
         start = time.perf_counter()
         for k in range(repeats):
@@ -85,15 +86,13 @@ class Timing:
                 continue
             self.runs.start_over()
             for some in windows:
-                together[some] = min(together.get(some, math.inf), self._backwards(some))
+                backwards[some] = min(backwards.get(some, math.inf), self._together(some, forwards))
         asking = statistics.median(self.asking) if self.asking else 0.0
         forward = [max(0.0, f - asking * calls) for f, calls in zip(forward, self.num_calls, strict=True)]
         nothing = statistics.median(beside) if beside else 0.0
         backward = [max(0.0, seconds - nothing) for seconds in backward]
-        for some, seconds in together.items():
-            if len(some) > 1 and (alone := sum(backward[n] for n in some)):
-                scale = max(0.0, seconds - nothing) / alone
-                backward[some.start : some.stop] = [scale * backward[n] for n in some]
+        _scale(forward, forwards)
+        _scale(backward, {some: max(0.0, seconds - nothing) for some, seconds in backwards.items()})
         return tuple(
             replace(node, forward_seconds=f, backward_seconds=b)
             for node, f, b in zip(self.nodes, forward, backward, strict=True)
@@ -153,20 +152,31 @@ class Timing:
         if self.nodes:
             yield range(start, len(self.nodes))
 
-    def _backwards(self, some: range) -> float:
-        """Seconds of the backward of operations that follow one another; nothing of one alone."""
+    def _together(self, some: range, forwards: dict[range, float]) -> float:
+        """The backward of operations that follow one another; that and the forwards of their pieces, if it is not one.
+
+        Args:
+            some: The operations.
+            forwards: Gets the seconds of the pieces, where they are the least.
+        """
         if len(some) == 1:
             self.runs.keep(some.start, self.runs.run_timed(some.start, {}, None))
             return 0.0
         inputs: dict[fx.Node, Any] = {}
         outputs: list[Tensor] = []
-        for n in some:
-            values = self.runs.run_timed(n, inputs, None)
-            self.runs.keep(n, values)
-            for part, value in zip(self.runs.operations[n].outputs, values, strict=True):
-                inputs[part] = value
-                if self.runs.is_read_after(part, some.stop - 1):
-                    outputs += [t for t in tensors_of([value]) if t.grad_fn is not None]
+        watch = Stopwatch(self.device)
+        for piece in self.runs.pieces(some):
+            if len(piece) == 1:
+                made = [self.runs.run_timed(piece.start, inputs, None)]
+            else:
+                made = self.runs.run_together(piece, inputs, watch)
+                forwards[piece] = min(forwards.get(piece, math.inf), watch.seconds)
+            for n, values in zip(piece, made, strict=True):
+                self.runs.keep(n, values)
+                for part, value in zip(self.runs.operations[n].outputs, values, strict=True):
+                    inputs[part] = value
+                    if self.runs.is_read_after(part, some.stop - 1):
+                        outputs += [t for t in tensors_of([value]) if t.grad_fn is not None]
         if not outputs:
             return 0.0
         targets = {id(t): t for t, n in self.runs.made_tensors(inputs) if n not in some}
@@ -178,6 +188,13 @@ class Timing:
         with watch:
             run()
         return watch.seconds
+
+
+def _scale(seconds: list[float], together: dict[range, float]) -> None:
+    """What operations took alone becomes their part of what they took together."""
+    for some, taken in together.items():
+        if len(some) > 1 and (alone := sum(seconds[n] for n in some)):
+            seconds[some.start : some.stop] = [taken / alone * seconds[n] for n in some]
 
 
 def _backward(outputs: list[Tensor], targets: list[Tensor]) -> Callable[[], object]:

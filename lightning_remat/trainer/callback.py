@@ -223,7 +223,8 @@ class Rematerialization(Callback):
         except StepFailedError as error:
             self._leave_alone(f"the training step cannot be tried: {error.__cause__!r}")
             return
-        empty_cache(trial.device)  # the step begins where its trial began, not between the pieces that planning left
+        finally:
+            trial.close()  # the step begins where its trial began, not between the pieces that planning left
         self._undo.callback(lambda: uninstall(modules))
         if settings.compile_stretches:
             compile_programs(modules, StretchCompiler())

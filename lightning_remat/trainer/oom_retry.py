@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -114,18 +115,18 @@ class StepRetry:
 
     def _replan(self, batch: Any, batch_idx: int) -> StepPlan:
         uninstall(self.modules)
-        trial = LightningTrial(self.trainer, self.settings, batch, batch_idx)
-        model = model_step(trial, [trial.batch_size], with_scratch=self.settings.counts_scratch)
-        known = self.result.step.surroundings.correction_bytes
-        model = model.corrected(max(0, known), trial.batch_size)
-        budget = int(self.result.budget_bytes * _TIGHTER)
-        try:
-            plan = model.plan(trial.batch_size, budget, self.settings.planner)
-        except InfeasibleBudgetError:
-            model = with_apart(trial, model, with_scratch=self.settings.counts_scratch)
-            plan = model.plan(trial.batch_size, budget, self.settings.planner)
-        # The callback restores what this list holds.
-        self.modules[:] = install(trial, trial.batch_size, plan, self.settings.planner)
+        with closing(LightningTrial(self.trainer, self.settings, batch, batch_idx)) as trial:
+            model = model_step(trial, [trial.batch_size], with_scratch=self.settings.counts_scratch)
+            known = self.result.step.surroundings.correction_bytes
+            model = model.corrected(max(0, known), trial.batch_size)
+            budget = int(self.result.budget_bytes * _TIGHTER)
+            try:
+                plan = model.plan(trial.batch_size, budget, self.settings.planner)
+            except InfeasibleBudgetError:
+                model = with_apart(trial, model, with_scratch=self.settings.counts_scratch)
+                plan = model.plan(trial.batch_size, budget, self.settings.planner)
+            # The callback restores what this list holds.
+            self.modules[:] = install(trial, trial.batch_size, plan, self.settings.planner)
         if self.settings.compile_stretches:
             compile_programs(self.modules, StretchCompiler())
         return plan
