@@ -139,9 +139,10 @@ class SingleRuns:
 
     def _read(self, n: int, inputs: dict[fx.Node, Any]) -> None:
         """Adds the values that operation n reads and that are known: others the same piece makes."""
-        for part in self.operations[n].parts:
+        parts = self.operations[n].parts
+        for part in parts:
             for i in part.all_input_nodes:
-                if i in self._values and i not in inputs:
+                if i in self._values and i not in inputs and i not in parts:
                     inputs[i] = self._input(i)
 
     def keep(self, n: int, values: list[Any]) -> None:

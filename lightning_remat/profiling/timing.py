@@ -153,11 +153,11 @@ class Timing:
             yield range(start, len(self.nodes))
 
     def _together(self, some: range, forwards: dict[range, float]) -> float:
-        """The backward of operations that follow one another; that and the forwards of their pieces, if it is not one.
+        """Seconds of the backward of operations that follow one another; nothing of one alone.
 
         Args:
             some: The operations.
-            forwards: Gets the seconds of the pieces, where they are the least.
+            forwards: Gets the seconds of the forwards of their pieces, where these are the least so far.
         """
         if len(some) == 1:
             self.runs.keep(some.start, self.runs.run_timed(some.start, {}, None))
