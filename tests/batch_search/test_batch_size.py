@@ -329,6 +329,7 @@ def test_a_size_whose_calls_do_not_fit_beside_what_planning_keeps_is_not_the_end
     assert trainer.global_step
 
 
+@pytest.mark.slow
 def test_plain_pytorch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = network()
@@ -380,6 +381,7 @@ def test_fabric() -> None:
     assert "forward" in vars(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the training loader ignores the attribute 'batch_size'")
 def test_loaders_of_one_size_are_all_changed_and_of_several_sizes_refused(tmp_path: Path) -> None:
     class Two(NoLoader):

@@ -52,7 +52,7 @@ def noisy() -> Halves:
     return Noisy(functools.lru_cache(None)(lambda: torch.randn(BATCH, WIDTH)))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [noisy, Projected])
 def test_what_is_kept_is_drawn_once(make: Callable[[], Halves]) -> None:
     found: list[tuple[list[Tensor], Tensor]] = []

@@ -64,7 +64,7 @@ class CompiledMethod(Block):
         return super().forward(self.halved(x))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [lambda: Block(activation), CallsCompiled, CompiledForward, CompiledMethod])
 def test_steps_are_those_of_the_compiled_function(between: Callable[[], nn.Module]) -> None:
     plain = nn.Sequential(Block(), Block(), between(), Block(), Block())
@@ -99,7 +99,7 @@ class CallsAnObject(Block):
         return super().forward(AUGMENTATION(x))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [CallsAMethod, CallsAnObject])
 def test_steps_are_those_of_the_compiled_methods_of_an_object(between: Callable[[], nn.Module]) -> None:
     plain = nn.Sequential(Block(), Block(), between(), Block(), Block())

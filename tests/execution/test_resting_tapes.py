@@ -74,6 +74,7 @@ def test_recurrent_cells_need_no_hooks(cell: Any, bias: bool) -> None:
     assert rested_tapes(ours) > 5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_memory_is_given_up_and_no_more_is_needed_than_in_the_first_step(cell: Any) -> None:
     module, x = Unrolled(cell, steps=12), torch.randn(256, 6)

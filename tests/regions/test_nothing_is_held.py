@@ -47,7 +47,7 @@ def test_a_graph_that_is_alive_is_seen() -> None:
     assert held(net) == []
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [network, Halves])
 def test_rematerializing_and_training_hold_no_graph(make: Callable[[], nn.Module]) -> None:
     net = make()

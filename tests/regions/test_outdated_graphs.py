@@ -135,6 +135,7 @@ def test_pieces_of_several_sizes_are_planned_each_and_results_are_the_plain_ones
     assert_equal_traces(traces(plain, batches), traces(ours, batches))
 
 
+@pytest.mark.slow
 def test_a_plan_serves_a_step_that_lacks_one_of_its_sizes_and_not_one_that_lacks_a_graph() -> None:
     module, x = build(Halving), data()
     plan = rematerialize(module, x, memory_budget="100%", planner="periodic")

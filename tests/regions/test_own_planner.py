@@ -78,6 +78,7 @@ class Growing(Classifier):
         return self.net(torch.randn(256, 32)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 @pytest.mark.filterwarnings("ignore:a training step needed")  # the one in which it is planned anew

@@ -173,7 +173,7 @@ class PartlyScripted(nn.Module):
         return self.head(self.middle(self.body(x)))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 16))])
 def test_what_torch_jit_has_compiled_stays_as_it_is(compiled: Any) -> None:
     plain = PartlyScripted(compiled)

@@ -303,6 +303,7 @@ def test_error_of_the_users_is_raised_by_training_alone(tmp_path: Path) -> None:
     assert module.steps == 1  # training's own: those that were tried are undone
 
 
+@pytest.mark.slow
 def test_stretches_are_compiled_for_the_length_of_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the bitwise comparison; with a compiler that leaves them as they are the run is the plain one."""
     given: list[nn.Module] = []

@@ -235,6 +235,7 @@ def test_learning_rates_are_monitored(tmp_path: Path) -> None:
     assert len(rates[0]) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_checkpoints_of_the_middle_of_an_epoch_resume_to_the_same_run(tmp_path: Path) -> None:
     found: list[Any] = []
@@ -249,6 +250,7 @@ def test_checkpoints_of_the_middle_of_an_epoch_resume_to_the_same_run(tmp_path: 
     assert not differences(found[0], found[1])
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train"])
     states: list[Any] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from changing_steps import BATCH, WIDTH, Halves, Outcome, keeping_nothing, outcome_of
+from changing_steps import BATCH, WIDTH, Halves, Outcome, keeping_nothing, outcome_of, slow
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -264,7 +264,12 @@ def test_what_is_written_is_written_once_and_recomputed_from_as_it_was(case: typ
 
 
 @pytest.mark.parametrize(
-    "case", [MaskedInput, InputScaledAfterIt, InputInPieces, TakenApartInPieces, ObjectTakenApartInPieces]
+    "case",
+    [
+        MaskedInput,
+        InputScaledAfterIt,
+        *(slow(c) for c in (InputInPieces, TakenApartInPieces, ObjectTakenApartInPieces)),
+    ],
 )
 def test_planning_leaves_the_inputs_as_they_were(case: type[Halves]) -> None:
     module = case()
