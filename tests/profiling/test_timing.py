@@ -174,6 +174,8 @@ class Fresh(nn.Module):
 
 
 class ReadClock(Clock):
+    """Counts how often it is looked at."""
+
     def __call__(self) -> float:
         self.calls += 1
         return super().__call__()
