@@ -121,10 +121,29 @@ def limited(device: torch.device, count: int) -> Generator[None]:
         module.set_per_process_memory_fraction(before, device)
 
 
+can_exchange_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether storages can exchange their memory, as they can since PyTorch 2.12."""
+
+
+def give_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
+    """What has no memory gets that of a storage, which has none then; where that cannot be, a copy of it."""
+    if can_exchange_memory:
+        cast(Any, to)._swap_data_ptr_(storage)
+    else:
+        copy_memory(storage, to)
+
+
+def copy_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
+    """What has no memory gets a copy of that of a storage."""
+    to.resize_(storage.nbytes())
+    to.copy_(storage)
+
+
 def most_refilled_bytes(device: torch.device) -> int:
     """How much memory that a storage gave up is allocated and copied to again in less time than hooks cost.
 
-    0 where storages cannot give up their memory.
+    0 where storages cannot give up their memory. Larger ones keep their hooks also where memory is handed over: their
+    kernels take so long that hooks do not count, and what asks a hook too early gets an error.
     """
     return {"cpu": 1 << 18, "cuda": 1 << 24}.get(device.type, 0)
 

@@ -11,8 +11,16 @@ from torch.fx.node import map_arg
 
 from ..errors import MismatchError
 from ..operations.contexts import common_contexts
-from ..operations.evaluation import compile_constant, compile_operation, effect_outputs, only_written, slots
+from ..operations.evaluation import (
+    Differentiable,
+    compile_constant,
+    compile_operation,
+    effect_outputs,
+    only_written,
+    slots,
+)
 from ..operations.functions import may_keep_what_it_reads
+from ..operations.indifferent import is_indifferent
 from ..operations.operation import TracedModule
 from ..operations.synchronized import shares_statistics
 from ..plans.plan import Plan
@@ -22,7 +30,7 @@ from .instructions import Do, Instruction, Order, constants_after, hooked_operat
 from .modified import known_changes
 from .program import Program, SlotOf, Step
 from .resting import Rests
-from .stretches import Stretches, indifferent_operations, needs_gradients
+from .stretches import LetGo, Stretches
 
 
 def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> Program:
@@ -36,7 +44,7 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
     Raises:
         ScheduleError: Backwards are not in autograd's order, the reverse of that of the first runs.
     """
-    program = _compiled(traced, schedule, graph, Rests(), [])
+    program = _compiled(traced, schedule, graph, Rests(), {}, [])
     program.variants.append(program)
     program.copied.update(known_changes(program))
     return program
@@ -44,12 +52,19 @@ def compile_schedule(traced: TracedModule, schedule: Schedule, graph: Graph) -> 
 
 def with_rests(program: Program, rests: Rests) -> Program:
     """The same program, in which something rests; where saved tensors belong it learns anew, with fewer hooks."""
-    found = _compiled(program.traced, program.schedule, program.graph, rests, program.variants)
-    known = replace(found, copied=program.copied, kinds=program.kinds, differentiable=program.differentiable)
-    return program.finished(known)
+    traced, schedule, graph = program.traced, program.schedule, program.graph
+    found = _compiled(traced, schedule, graph, rests, program.differentiable, program.variants)
+    return program.finished(replace(found, copied=program.copied, kinds=program.kinds))
 
 
-def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Rests, variants: list[Program]) -> Program:
+def _compiled(
+    traced: TracedModule,
+    schedule: Schedule,
+    graph: Graph,
+    rests: Rests,
+    differentiable: dict[int, tuple[Differentiable, ...]],
+    variants: list[Program],
+) -> Program:
     order = Order.of(traced, schedule)
     slot_of = slots(traced)
     hooked = hooked_operations(schedule, graph, order) - rests.operations - traced.dead_ends
@@ -76,15 +91,16 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
         )
         for n in range(len(traced.operations))
     )
-    stretches = Stretches(traced, slot_of, rests)
+    stretches = Stretches(traced, slot_of, rests, differentiable)
     again = {
         n for n, step in enumerate(steps) if step.is_plain_again and not any(steps[m].is_output for m in step.producers)
     }
-    attended = frozenset(n for n in again if steps[n].is_attended_again)
-    indifferent = indifferent_operations(traced, {n for n, count in runs.items() if count > 1}, again, attended)
+    # Of a tape that rests nothing is caught.
+    attended = frozenset(n for n in again if steps[n].operation.is_random or (n in taped and n not in rests.tapes))
+    recorded = frozenset(n for n in again if steps[n].is_recorded_again)
     gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
     before = tuple(
-        stretches.of_backward(instructions, again, attended, lambda n: steps[n].external, hooked, indifferent)
+        stretches.of_backward(instructions, again, attended, lambda n: steps[n].external, hooked, recorded)
         for instructions in gathered
     )
     return Program(
@@ -107,7 +123,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
         backwards=order.backwards,
         before=before,
         busy=(*(place for place, parts in enumerate(before) if parts), len(before)),
-        recomputes=tuple(any(map(needs_gradients, parts)) for parts in before),
+        recomputes=tuple(not all(isinstance(part, LetGo) for part in parts) for parts in before),
         place=order.place,
         released=lines.released,
         hooked=hooked,
@@ -116,6 +132,7 @@ def _compiled(traced: TracedModule, schedule: Schedule, graph: Graph, rests: Res
         result=map_arg(traced.output_node.args[0], lambda n: cast(Any, SlotOf(slot_of[n]))),
         rests=rests,
         variants=variants,
+        differentiable=differentiable,
     )
 
 
@@ -246,7 +263,7 @@ def _step(
         is_plain=not (is_output or kept or own_effects or contexts),
         is_attended=is_hooked or is_announced or operation.is_random,
         is_plain_again=not (is_output or kept or contexts),
-        is_attended_again=is_taped or operation.is_random,
+        is_recorded_again=is_taped or operation.is_random or not all(map(is_indifferent, operation.parts)),
         is_conditional=bool(external),
         may_keep=any(map(may_keep_what_it_reads, operation.parts)),
     )

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from ..module_state.ambient import Recomputing
 from ..module_state.random_state import Draws, Replay
-from ..operations.saved_tensors import Likeness, likeness_of, tensors_of
+from ..operations.evaluation import Differentiable, ask_for_gradients
+from ..operations.saved_tensors import Likeness, likeness_of
 
 
 class Recorded(Protocol):
     """What an execution noted of first runs, by the numbers of operations; see there."""
 
     values: list[Any]
-    differentiable: dict[int, tuple[int, ...]]
+    differentiable: dict[int, tuple[Differentiable, ...]]
     draws: dict[int, Draws]
     taped: dict[int, list[tuple[int, Likeness]]]
     tapes: dict[int, dict[int, Tensor]]
@@ -65,10 +66,8 @@ class Attended:
     def begin(self, n: int, *, with_tape: bool = True) -> None:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
         recorded = self._recorded
-        for slot in recorded.differentiable.get(n, ()):
-            value = recorded.values[slot]
-            for t in (value,) if isinstance(value, Tensor) else tensors_of((value,)):
-                t.requires_grad_()  # others around it may have made it without gradients
+        for slot, leaf in recorded.differentiable.get(n, ()):
+            ask_for_gradients(recorded.values[slot], leaf)  # others around it may have made it without
         self._settings.__enter__()
         self._is_running = True
         if (draws := recorded.draws.get(n)) is not None:

@@ -13,7 +13,7 @@ from ..operations.evaluation import Stretch, only_written, slots
 from ..operations.operation import Operation
 from .instructions import Do, Instruction
 from .program import Program
-from .stretches import Again, Part, Stretches, needs_gradients
+from .stretches import Again, Part, Stretches
 
 
 class StretchCompiler:
@@ -39,14 +39,13 @@ class StretchCompiler:
 
     def _compiled(self, program: Program) -> Program:
         traced, slot_of = program.traced, slots(program.traced)
-        stretches = Stretches(traced, slot_of, program.rests)
+        stretches = Stretches(traced, slot_of, program.rests, program.differentiable)
         bodies = {n for n, value in traced.fetched().items() if not isinstance(value, Tensor)}
         before = tuple(
             tuple(self._part(part, bodies, stretches) for part in _without_attended(parts, program, stretches))
             for parts in program.before
         )
-        recomputes = tuple(any(map(needs_gradients, parts)) for parts in before)
-        return replace(program, before=before, recomputes=recomputes)
+        return replace(program, before=before)
 
     def _part(self, part: Part, bodies: set[fx.Node], stretches: Stretches) -> Part:
         if not isinstance(part, Again):
@@ -65,21 +64,21 @@ class StretchCompiler:
         slot_of = stretches.slot_of
         slots_read, slots_made = tuple(slot_of[n] for n in read), tuple(slot_of[p] for p in made)
         running = _running(self._functions[key], slots_read, slots_made, stretches.compiled(left, is_first=False))
-        return replace(part, run_unrecorded=running)
+        return replace(part, run=running)
 
 
 def _without_attended(parts: tuple[Part, ...], program: Program, stretches: Stretches) -> Iterator[Part]:
     """The parts, with what brings a tape or draws between stretches: a compiled call could not tell where it begins."""
     for part in parts:
-        if isinstance(part, Again) and part.attended:
-            others = {n for what, n in part.instructions if what is Do.RUN_AGAIN} - part.attended
+        again = {n for what, n in part.instructions if what is Do.RUN_AGAIN} if isinstance(part, Again) else set[int]()
+        if isinstance(part, Again) and (apart := again & (part.attended | program.rests.tapes.keys())):
             yield from stretches.of_backward(
                 part.instructions,
-                others,
+                again - apart,
                 frozenset(),
                 lambda n: program.steps[n].external,
                 program.hooked,
-                frozenset(others if part.run_unrecorded is not None else ()),
+                frozenset(),
             )
         else:
             yield part

@@ -20,7 +20,7 @@ from ..capture.never_captured import never_captured
 from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
-from ..operations.evaluation import Stretch, leaf_of
+from ..operations.evaluation import leaf_of
 from ..operations.saved_tensors import (
     Geometry,
     Likeness,
@@ -265,27 +265,21 @@ class Execution:
                     self._fill(n)
                 else:
                     self.tapes.pop(n, None)
-            elif not self._is_as_before(part):
-                with self._recomputing():
-                    self._follow(part.instructions)
-            elif part.run_unrecorded is None:
-                with self._recomputing():
-                    self._run(part.run, part.attended)
-            elif not torch.is_grad_enabled():  # as in a backward that is not differentiated itself
-                self._run(part.run_unrecorded, part.attended)
+            elif self._is_as_before(part):
+                self._run(part)
             else:
-                set_grad_enabled(False)
-                try:
-                    self._run(part.run_unrecorded, part.attended)
-                finally:
-                    set_grad_enabled(True)
+                self._follow(part.instructions)
 
-    def _run(self, stretch: Stretch, attended: frozenset[int]) -> None:
-        if attended:
-            with Attended(self) as attendant:
-                stretch(self.values, self.tapes, attendant)
-        else:
-            stretch(self.values, self.tapes)
+    def _run(self, stretch: Again) -> None:
+        set_grad_enabled(False)
+        try:
+            if stretch.attended:
+                with Attended(self) as attendant:
+                    stretch.run(self.values, self.tapes, attendant)
+            else:
+                stretch.run(self.values, self.tapes)
+        finally:
+            set_grad_enabled(True)
 
     def _is_as_before(self, stretch: Again) -> bool:
         """Whether a stretch needs nothing but its calls: all that it reads is there, and nothing of it has changed."""

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..module_state.random_state import Draws, Source, drawn_from, generators_in_use
 from ..operations.contexts import ContextStack
-from ..operations.evaluation import leaf_of
+from ..operations.evaluation import differentiable_in, leaf_of
 from ..operations.saved_tensors import (
     ExternalRef,
     OutputRef,
@@ -215,13 +215,12 @@ class _Forward:
         """What operation n saves and draws is noted from here on."""
         execution, step = self.execution, self.program.steps[n]
         self.packing.operation = n
-        if step.is_attended_again:
-            if n not in execution.differentiable:
-                # Before it runs: what it writes in place may need gradients afterwards.
-                found = [slot for slot in step.inputs if _needs_gradient(self.values[slot])]
-                execution.differentiable[n] = tuple(found)
-            if step.operation.is_random and not execution.kinds.is_fake:
-                self._begin_draws()
+        if step.is_recorded_again and n not in execution.differentiable:
+            # Before it runs: what it writes in place may need gradients afterwards.
+            found = (tensor for slot in step.inputs for tensor in differentiable_in(slot, self.values[slot]))
+            execution.differentiable[n] = tuple(found)
+        if step.operation.is_random and not execution.kinds.is_fake:
+            self._begin_draws()
         if step.is_hooked:
             execution.running = n
             self.hooks.__enter__()
@@ -378,7 +377,3 @@ class _Forward:
             self._wake(n, asleep)
         for slot, value in zip(step.outputs, asleep, strict=True):
             self.values[slot] = value
-
-
-def _needs_gradient(value: Any) -> bool:
-    return value.requires_grad if isinstance(value, Tensor) else any(t.requires_grad for t in tensors_of([value]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..operations.contexts import Context
-from ..operations.evaluation import Run, Stretch
+from ..operations.evaluation import Differentiable, Run, Stretch
 from ..operations.operation import Operation, TracedModule
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -69,7 +69,7 @@ class Step:
         is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
         is_attended: Whether the executor must know of the beginning and the end of a first run.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
-        is_attended_again: Whether more is wanted of a recomputation than its outputs, see `Attended`.
+        is_recorded_again: Whether a recomputation runs with gradients: for its tape, or or others might come out.
         is_conditional: Whether a recomputation must look at what it reads from outside.
         may_keep: Whether its backward may read inputs that it did not save.
     """
@@ -93,7 +93,7 @@ class Step:
     is_plain: bool
     is_attended: bool
     is_plain_again: bool
-    is_attended_again: bool
+    is_recorded_again: bool
     is_conditional: bool
     may_keep: bool
 
@@ -119,7 +119,7 @@ class Program:
         before: For each entry of `backwards`, what happens when it tells that it begins, back to the one that told
             before; nothing for those that do not tell.
         busy: The places in `backwards` before which something happens, and the number of backwards.
-        recomputes: For each entry of `backwards`, whether operations run again then that need gradients.
+        recomputes: For each entry of `backwards`, whether more happens then than that the table lets go of something.
         place: For each operation, its place in `backwards`.
         released: For each operation, whose outputs the table lets go of once its backward has read them.
         hooked: The operations of which autograd gets references.
@@ -130,8 +130,7 @@ class Program:
         variants: The program in which nothing rests, and once it has run the one by which further calls run.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
         learned: For each hooked operation, where its saved tensors were found to belong.
-        differentiable: Of what operations read of which more is wanted than their outputs, the slots of all to which
-            gradients were found to flow.
+        differentiable: Of operations that run again with gradients, what they read to which these were found to flow.
         kinds: Of the values of its placeholders, once it has run.
         finished: What becomes of the program in which something rests before it runs.
     """
@@ -162,7 +161,7 @@ class Program:
     variants: list[Program]
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
-    differentiable: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    differentiable: dict[int, tuple[Differentiable, ...]] = field(default_factory=dict[int, tuple[Differentiable, ...]])
     kinds: list[Kinds] = field(default_factory=list[Kinds])
     finished: Callable[[Program], Program] = lambda program: program
 

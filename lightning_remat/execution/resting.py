@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import devices
 from ..operations.evaluation import Constant
 from ..operations.routes import Route
 from ..operations.saved_tensors import Geometry, geometry_of
@@ -107,7 +108,7 @@ class Resting:
         if (tensor := reference()) is not None:
             tensor._fix_weakref()  # pyright: ignore
             again: Tensor = output if form.part < 0 else output[form.part]
-            tensor.data = again if geometry is None else again.detach().as_strided(*geometry)
+            tensor.data = again if geometry is None else again.as_strided(*geometry)
         return output
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
@@ -284,8 +285,11 @@ def _with_room(
 ) -> Collection[int]:
     """The operations that can be made again, at these actions, with a copy of so much of what that makes.
 
-    A storage is filled while that of the recomputation lives, which must not make a new peak: beside it is the loss.
+    Where memory cannot be handed over it is copied while that of the recomputation lives, which must not make a new
+    peak: beside it is the loss.
     """
+    if devices.can_exchange_memory:
+        return again.keys()
     alive, workspace = simulation.memory_bytes, [node.forward_workspace_bytes for node in graph.nodes]
     needed = {n: alive[again[n]] - workspace[n] + size for n, size in copied_bytes.items()}
     return {n for n, size in needed.items() if size < simulation.peak_bytes}

@@ -1,9 +1,9 @@
-"""Storages that give up their memory in place, and are filled once their operations have run again: without hooks.
+"""Storages that give up their memory in place, and get that of what their operations make again: without hooks.
 
 What autograd saves of an operation's own is in no tensor that others have, so that only its storage can be emptied, and
-gets its values back by a copy. A tape, saved for the backward alone, is emptied right after the operation has run, if
-all of it can be reached from autograd's graph, and filled from that of the recomputation, reached by the same route. A
-result, as that of `sigmoid`, is emptied and filled when other outputs are. `resting` tells what must hold for both.
+be given other memory. A tape, saved for the backward alone, is emptied right after the operation has run, if all of it
+can be reached from autograd's graph, and filled from that of the recomputation, reached by the same route. A result, as
+that of `sigmoid`, is emptied and filled when other outputs are. `resting` tells what must hold for both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..devices import copy_memory, give_memory
 from ..operations.evaluation import Constant
 from ..operations.routes import Route
 
@@ -23,6 +24,9 @@ _num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # py
 
 _HOLDERS = 3
 """Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied, too."""
+
+_MAKERS = 2
+"""Of that of a result which was made again and is nobody's yet: the tensor, and who asks."""
 
 
 class RestingTape:
@@ -34,13 +38,13 @@ class RestingTape:
         routes: To a tensor in each of its storages.
     """
 
-    __slots__ = ("_counts", "_name", "_tensors_of", "place")
+    __slots__ = ("_holders", "_name", "_tensors_of", "place")
 
     def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
         self.place, self._name = place, name
         read = ", ".join(f"made{route}" for route in routes)
         self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
-        self._counts: list[int] | None = None  # of those that hold the tensors and storages when they go to rest
+        self._holders: list[tuple[int, int]] | None = None  # when it goes to rest
 
     def rest(self, values: list[Any], made: Any) -> None:
         """The tape of what an operation made gives up its memory, unless others hold it than did the first time.
@@ -54,20 +58,18 @@ class RestingTape:
         except AttributeError:  # no gradients flow to it this time
             return
         storages = [tensor.untyped_storage() for tensor in tensors]
-        counts = [tensor._use_count() for tensor in tensors]
-        counts += [_num_holders(storage._cdata) for storage in storages]
-        if self._counts is None:
-            self._counts = counts
-        if counts == self._counts and all(storage.resizable() for storage in storages):
+        holders = [*map(_holders_of, tensors, storages)]
+        if self._holders is None and all(storage.resizable() for storage in storages):
+            self._holders = holders
+        if holders == self._holders:
             values[self.place] = storages, [storage.nbytes() for storage in storages]
             for storage in storages:
                 storage.resize_(0)
-            if _num_modes():  # such as meters, which look at what operations return
-                for tensor in tensors:
-                    tensor.detach()
+            if _num_modes():
+                _show(storages)
 
     def fill(self, values: list[Any], made: Any) -> None:
-        """If it rests it gets the values of the tape of a recomputation, which made these.
+        """If it rests it gets the memory of the tape of a recomputation, which made these.
 
         Raises:
             RuntimeError: That is of other sizes.
@@ -75,12 +77,15 @@ class RestingTape:
         if (noted := values[self.place]) is None:
             return
         storages, sizes = noted
-        again = [tensor.untyped_storage() for tensor in self._tensors_of(made)]
+        tensors = self._tensors_of(made)
+        again = [tensor.untyped_storage() for tensor in tensors]
         if (found := [storage.nbytes() for storage in again]) != sizes:
             raise _is_other(self._name, sizes, found)
-        for storage, size, other in zip(storages, sizes, again, strict=True):
-            storage.resize_(size)
-            storage.copy_(other)
+        fill = give_memory if [*map(_holders_of, tensors, again)] == self._holders else copy_memory
+        for storage, other in zip(storages, again, strict=True):
+            fill(other, storage)
+        if _num_modes():
+            _show([*again, *storages])
         values[self.place] = None
 
     def resting(self, constant: Constant, made: str) -> Iterator[str]:
@@ -119,11 +124,11 @@ class RestingResult:
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage.nbytes()
             storage.resize_(0)
-            if _num_modes():  # such as meters, which look at what operations return
-                tensor.detach()
+            if _num_modes():
+                _show([storage])
 
     def fill(self, values: list[Any], output: Tensor) -> Tensor:
-        """If it rests it gets the values of the output, which was made again, and stands for it.
+        """If it rests it gets the memory of the output, which was made again, and stands for it.
 
         Raises:
             RuntimeError: That is of another size.
@@ -131,10 +136,17 @@ class RestingResult:
         if (noted := values[self.place]) is None:
             return output
         tensor, size = cast("tuple[Tensor, int]", noted)
+        storage = output.untyped_storage()
         if output.nbytes != tensor.nbytes:
             raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
-        tensor.untyped_storage().resize_(size)
-        tensor.copy_(output.detach())
+        is_free = storage.nbytes() == size and _num_holders(storage._cdata) == _MAKERS  # pyright: ignore
+        if is_free and output.stride() == tensor.stride():
+            give_memory(storage, tensor.untyped_storage())
+            if _num_modes():
+                _show([storage, tensor.untyped_storage()])
+        else:
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(output.detach())
         values[self.place] = None
         return tensor.requires_grad_(output.requires_grad)
 
@@ -152,3 +164,14 @@ def _is_other(name: str, sizes: list[int], found: list[int]) -> RuntimeError:
         f"{name} saved other tensors for its backward in its recomputation than in its first run (of {sizes} bytes "
         f"then, {found} now), so it does not do the same twice. Remedy: leave it out of the rewritten modules"
     )
+
+
+def _holders_of(tensor: Any, storage: Any) -> tuple[int, int]:
+    """How many hold a tensor, and how many its storage."""
+    return tensor._use_count(), _num_holders(storage._cdata)
+
+
+def _show(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Shows storages that were resized to modes such as meters, which look at what operations return."""
+    for storage in storages:
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore

@@ -9,8 +9,7 @@ from itertools import groupby
 from torch import fx
 
 from ..operations.contexts import contexts_of
-from ..operations.evaluation import Item, OnValue, Stretch, TapeOf, compile_stretch
-from ..operations.indifferent import is_indifferent
+from ..operations.evaluation import Differentiable, Item, OnValue, Stretch, TapeOf, WithGradients, compile_stretch
 from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
 from .resting import Rests
@@ -21,8 +20,7 @@ class Again:
     """Recomputations as one function, as long as what they read from outside is as it was.
 
     Attributes:
-        run: The function, to be run with gradients.
-        run_unrecorded: The same to be run without, which costs less; None where a result might depend on that.
+        run: The function, to be run without gradients; operations that want some see to that.
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
@@ -31,7 +29,6 @@ class Again:
     """
 
     run: Stretch
-    run_unrecorded: Stretch | None
     instructions: tuple[Instruction, ...]
     reads: tuple[int, ...]
     external: tuple[int, ...]
@@ -56,13 +53,6 @@ Part = Again | LetGo | Instruction
 """Of what happens before a backward."""
 
 
-def needs_gradients(part: Part) -> bool:
-    """Whether it must be run as in the forward, with gradients."""
-    if isinstance(part, Again):
-        return part.run_unrecorded is None
-    return not isinstance(part, LetGo) and part[0] is Do.RUN_AGAIN
-
-
 class Stretches:
     """Compiles the instructions of a program.
 
@@ -70,10 +60,17 @@ class Stretches:
         traced: The operations.
         slot_of: The place of each value in the table.
         rests: What rests.
+        differentiable: Of operations that run again with gradients, what asks for them.
     """
 
-    def __init__(self, traced: TracedModule, slot_of: Mapping[fx.Node, int], rests: Rests) -> None:
-        self.traced, self.slot_of, self.rests = traced, slot_of, rests
+    def __init__(
+        self,
+        traced: TracedModule,
+        slot_of: Mapping[fx.Node, int],
+        rests: Rests,
+        differentiable: Mapping[int, Iterable[Differentiable]],
+    ) -> None:
+        self.traced, self.slot_of, self.rests, self.differentiable = traced, slot_of, rests, differentiable
         self._has_contexts = any(contexts_of(part) for operation in traced.operations for part in operation.parts)
 
     def of_forward(
@@ -105,7 +102,7 @@ class Stretches:
         attended: frozenset[int],
         external: Callable[[int], Iterable[int]],
         hooked: frozenset[int],
-        indifferent: frozenset[int],
+        recorded: frozenset[int],
     ) -> tuple[Part, ...]:
         """The instructions before a backward.
 
@@ -115,7 +112,7 @@ class Stretches:
             attended: Those of them whose beginning and end the executor must know.
             external: The slots of what an operation reads from outside.
             hooked: The operations of which autograd gets references.
-            indifferent: Those whose recomputations need no gradients, see `indifferent_operations`.
+            recorded: Those that run again with gradients.
         """
         found: list[Part] = []
         for is_simple, group in groupby(before, lambda i: _is_simple(i, Do.RUN_AGAIN, plain)):
@@ -126,13 +123,9 @@ class Stretches:
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
                 reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
                 watched = attended.intersection(again)
-                can_be_unrecorded = indifferent.issuperset(again)
                 found.append(
                     Again(
-                        self.compiled(instructions, is_first=False, attended=watched),
-                        self.compiled(instructions, is_first=False, attended=watched, is_recorded=False)
-                        if can_be_unrecorded
-                        else None,
+                        self.compiled(instructions, is_first=False, attended=watched, recorded=recorded),
                         instructions,
                         tuple(set(reads) - {self.slot_of[p] for p in made}),
                         tuple({slot for n in again for slot in external(n)}),
@@ -156,7 +149,7 @@ class Stretches:
         *,
         is_first: bool,
         attended: Collection[int] = (),
-        is_recorded: bool = True,
+        recorded: Collection[int] = (),
     ) -> Stretch:
         """Instructions as one function; see `compile_stretch`."""
         items: list[Item] = []
@@ -179,31 +172,14 @@ class Stretches:
             else:
                 items.append(self.traced.operations[n])
         numbers = {self.traced.operations[n].name: n for n in attended}
-        tapes = {self.traced.operations[n].name: self.rests.tapes[n].filling for n in self.rests.tapes}
-        return compile_stretch(
-            items, self.slot_of, is_first=is_first, attended=numbers, filling=tapes, is_recorded=is_recorded
-        )
-
-
-def indifferent_operations(
-    traced: TracedModule, again: Collection[int], plain: Collection[int], attended: frozenset[int]
-) -> frozenset[int]:
-    """The operations whose recomputations need no gradients: they do not ask for them, nor does any that reads them.
-
-    An attended one sees to it that there are gradients while it runs, and that what it reads asks for them.
-
-    Args:
-        traced: The operations.
-        again: Those that run again.
-        plain: Those of them whose recomputations are nothing but their calls.
-        attended: Those of them whose beginning and end the executor must know.
-    """
-    found = {n for n in plain if n in attended or all(map(is_indifferent, traced.operations[n].parts))}
-    # Readers follow what they read.
-    for n in sorted(again, reverse=True):
-        if n not in found:
-            found.difference_update(traced.operations[n].inputs)
-    return frozenset(found)
+        tapes = self.rests.tapes
+        with_gradients = {
+            self.traced.operations[n].name: WithGradients(
+                n, self.differentiable, tapes[n].filling if n in tapes else None
+            )
+            for n in recorded
+        }
+        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, with_gradients=with_gradients)
 
 
 _SIMPLE = frozenset({Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST, Do.FILL, Do.REST_TAPE})

@@ -13,8 +13,10 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.functional import batch_norm
 from torch.utils._pytree import tree_map_only
 
+from ..module_state.ambient import set_grad_enabled
 from .contexts import Context, common_contexts, contexts_of
 from .operation import Operation, TracedModule
+from .saved_tensors import tensors_of
 
 
 class Values(Protocol):
@@ -72,6 +74,22 @@ class OnValue:
     slot: int
     lines: Lines
     is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WithGradients:
+    """How an operation runs again with gradients, whether others around it do or not, as its first run did.
+
+    Attributes:
+        number: That of the operation.
+        asking: By these numbers, what asks for gradients, see `Differentiable`: known once all have run for the first
+            time.
+        lines: What is done with what it made, while autograd holds what it saved.
+    """
+
+    number: int
+    asking: Mapping[int, Iterable[Differentiable]]
+    lines: Lines | None
 
 
 Item = Operation | fx.Node | int | TapeOf | OnValue
@@ -134,23 +152,25 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
-    filling: Mapping[str, Lines] = MappingProxyType({}),
-    is_recorded: bool = True,
+    with_gradients: Mapping[str, WithGradients] = MappingProxyType({}),
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
 
-    What is made and let go of within the stretch enters the table of values only where an attended operation sees it.
+    What is made and let go of within the stretch enters the table of values only where an operation sees it that is
+    attended, or runs again with gradients.
 
     Args:
         stretch: In order; slots and tapes of which nobody reads any more.
         slot_of: See `slots`.
-        is_first: A first run has the effects too; a recomputation has none, and cuts what it makes from its graph.
+        is_first: A first run has the effects too, and is run with gradients; a recomputation has none, is run without,
+            and what it makes is cut from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
-        filling: What is done, by the name of an attended operation, with what its recomputation made with gradients.
-        is_recorded: Whether it is run with gradients, so that there is a graph to cut from.
+        with_gradients: Those whose recomputations run with gradients. Of one that is attended, too, the attendant sees
+            to that.
     """
     stretch = list(stretch)
-    seen = {n for item in stretch if isinstance(item, Operation) and item.name in attended for n in _seen_by(item)}
+    watched = attended.keys() if is_first else attended.keys() | with_gradients.keys()
+    seen = {n for item in stretch if isinstance(item, Operation) and item.name in watched for n in _seen_by(item)}
     drops = ((_dropped(item), position) for position, item in enumerate(stretch))
     last_drop = {slot: position for slot, position in drops if slot is not None}
     writer = _Writer(slot_of)
@@ -171,22 +191,23 @@ def compile_stretch(
             parts = [p for p in parts if p not in item.effects]
             writer.scratch = only_written(item)
         number = attended.get(item.name) if isinstance(item, Operation) else None
-        body += [] if number is None else [f"attendant.begin({number})"]
+        graph = with_gradients.get(item.name) if isinstance(item, Operation) and not is_first else None
+        begin, end = _around(writer, number, graph)
+        body += begin
         body += [line for part in parts for line in writer.lines(part)]
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
         if temporary:
             body.append(f"del {', '.join(temporary)}")
-        if number is not None and not is_first:
-            assert isinstance(item, Operation)
-            if (fill := filling.get(item.name)) is not None:
-                body += fill(writer.constant, writer.locals[item.outputs[0]])
-            body += [*_without_doubles(writer, outputs), f"attendant.end({number})"]
+        if graph is not None and graph.lines is not None:
+            body += graph.lines(writer.constant, writer.locals[outputs[0]])
+        if not is_first and (number is not None or graph is not None):
+            body += [*_without_doubles(writer, outputs), *end]
             continue
-        if is_recorded and (not is_first or (isinstance(item, Operation) and item.is_dead_end)):
+        if is_first and isinstance(item, Operation) and item.is_dead_end:
             body += writer.cutting(outputs)
         writer.tabled |= {n for n in outputs if n in seen or last_drop.get(slot_of[n], -1) < position}
         body += [f"v[{slot_of[n]}] = {writer.locals[n]}" for n in outputs if n in writer.tabled]
-        body += [] if number is None else [f"attendant.end({number})"]
+        body += end
     return writer.function(body or ["pass"], "stretch")
 
 
@@ -194,6 +215,17 @@ def _dropped(item: Item) -> int | None:
     if isinstance(item, OnValue):
         return item.slot if item.is_last else None
     return item if isinstance(item, int) else None
+
+
+def _around(writer: _Writer, number: int | None, graph: WithGradients | None) -> tuple[Iterable[str], Iterable[str]]:
+    """The lines before an operation, and those after it."""
+    if number is not None:
+        return [f"attendant.begin({number})"], [f"attendant.end({number})"]
+    if graph is None:
+        return [], []
+    asking, ask, switch = map(writer.constant, (graph.asking, ask_for_gradients, set_grad_enabled))
+    before = [f"for slot, leaf in {asking}.get({graph.number}, ()): {ask}(v[slot], leaf)", f"{switch}(True)"]
+    return before, [f"{switch}(False)"]
 
 
 def _without_doubles(writer: _Writer, outputs: Sequence[fx.Node]) -> Iterable[str]:
@@ -331,3 +363,19 @@ def detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     return tree_map_only(Tensor, lambda t: t.detach(), value)
+
+
+Differentiable = tuple[int, int]
+"""A tensor that asks for gradients: its slot, and which of the tensors there it is, -1 for the value itself."""
+
+
+def differentiable_in(slot: int, value: Any) -> list[Differentiable]:
+    """What asks for gradients in a value."""
+    if isinstance(value, Tensor):
+        return [(slot, -1)] if value.requires_grad else []
+    return [(slot, leaf) for leaf, tensor in enumerate(tensors_of([value])) if tensor.requires_grad]
+
+
+def ask_for_gradients(value: Any, leaf: int) -> None:
+    """A tensor in a value asks for gradients from here on."""
+    (value if leaf < 0 else tensors_of([value])[leaf]).requires_grad_()

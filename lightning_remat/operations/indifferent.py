@@ -24,6 +24,7 @@ _FUNCTIONS = frozenset[Any](
         *(torch.cat, torch.stack, torch.chunk, torch.split, torch.unbind, torch.flatten, torch.reshape),
         *(torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze),
         *(functional.gelu, functional.softmax, functional.layer_norm, functional.group_norm),
+        *(torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
         *(torch.zeros, torch.ones, torch.full, torch.arange, torch.zeros_like, torch.ones_like, torch.full_like),
     }
 )
@@ -45,7 +46,7 @@ _LINEAR_ASKS = torch.__version__ < "2.14"
 def is_indifferent(part: fx.Node) -> bool:
     """Whether no implementation of a call asks for gradients; of functions that are not listed it is not known.
 
-    Among those that do ask are convolutions, attention, and products of more than two dimensions.
+    Among those that do ask are convolutions, attention, GRU cells, and products of more than two dimensions.
     """
     if contexts_of(part):
         return False

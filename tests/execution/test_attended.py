@@ -19,6 +19,8 @@ from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again, LetGo
 from lightning_remat.lowering import lower_kept
 from lightning_remat.module_state.random_state import generators_in_use
+from lightning_remat.operations.evaluation import ask_for_gradients, differentiable_in
+from lightning_remat.operations.saved_tensors import tensors_of
 from lightning_remat.schedules.schedule import Schedule
 
 
@@ -56,9 +58,19 @@ def test_they_do_not_divide_it() -> None:
     stretches = [part for part in parts if isinstance(part, Again)]
     assert {program.traced.operations[n].kind for s in stretches for n in s.attended} == {"layer_norm", "dropout"}
     assert any(len(s.attended) == 2 for s in stretches)
-    if torch.__version__ >= "2.14":  # until then a linear layer may ask
-        assert all(s.run_unrecorded is not None for s in stretches), "what else runs needs no gradients"
     assert_equal_steps(plain, ours, [x, x, torch.randn(3, 4, 8), x])
+
+
+def test_of_a_tuple_that_is_read_as_a_whole_only_what_asked_for_gradients_asks_for_them() -> None:
+    value = torch.rand(3, requires_grad=True).max(0, keepdim=True)
+    found = differentiable_in(7, (*value, [torch.zeros(2), value[0] * 2]))
+    again = (torch.zeros(1), torch.zeros(1, dtype=torch.int64), [torch.zeros(2), torch.zeros(1)])
+    for slot, leaf in found:
+        assert slot == 7
+        ask_for_gradients(again, leaf)
+    assert [t.requires_grad for t in tensors_of([again])] == [True, False, False, True]
+    assert differentiable_in(7, torch.zeros(2)) == []
+    assert differentiable_in(7, torch.zeros(2, requires_grad=True)) == [(7, -1)]
 
 
 @pytest.mark.parametrize("kernel", ["native_layer_norm.default", "bernoulli", "tanh.default"])

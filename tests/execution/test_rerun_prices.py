@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_remat import Graph, Node, Plan, rematerialize
+from lightning_remat.execution import rerun_prices as calibration
 from lightning_remat.execution.rerun_prices import RerunPrices, rerun_prices
 from lightning_remat.execution.rewriter import programs_in
 
@@ -17,6 +18,27 @@ def test_recomputations_and_their_stretches_cost_something() -> None:
     prices = rerun_prices()
     assert sum(prices) > 0
     assert rerun_prices() is prices, "measured once"
+
+
+@pytest.mark.parametrize(
+    ("slow_rounds", "rounds"),
+    [
+        (0, 2 * calibration._ROUNDS),
+        (1, 2 * calibration._ROUNDS),
+        (calibration._ROUNDS + 1, 3 * calibration._ROUNDS),  # until the earlier half is past them
+        (calibration._MOST_ROUNDS, calibration._MOST_ROUNDS),
+    ],
+)
+def test_rounds_go_on_until_a_slow_minute_is_over(slow_rounds: int, rounds: int) -> None:
+    done: list[int] = []
+
+    def disturbed() -> float:
+        done.append(len(done))
+        return 4.0 - len(done) / calibration._MOST_ROUNDS if done[-1] < slow_rounds else 1.0
+
+    found = calibration._fastest([lambda: 3.0, disturbed])
+    assert len(done) == rounds
+    assert found == [3.0, 1.0 if slow_rounds < rounds else 3.0]
 
 
 @pytest.mark.slow

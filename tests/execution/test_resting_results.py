@@ -1,4 +1,4 @@
-"""An output that its own operation has saved gives up its storage, and gets its values back by a copy."""
+"""An output that its own operation has saved gives up its storage, and gets that of the one which is made again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_results
+from resting_cases import (  # noqa: F401
+    Before,
+    Between,
+    assert_right_after_a_failed_fill,
+    memory_changes_hands,
+    rested_results,
+)
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -34,6 +40,7 @@ SAVED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.usefixtures("memory_changes_hands")
 def test_steps_are_the_plain_ones(name: str) -> None:
     module, batches = Before(SAVED[name]), [X, X + 1, X[:3], X - 1, X[:2]]
     ours = recomputing_copy(module, X)
@@ -41,6 +48,7 @@ def test_steps_are_the_plain_ones(name: str) -> None:
     assert rested_results(ours)
 
 
+@pytest.mark.usefixtures("memory_changes_hands")
 def test_memory_is_given_up_and_no_more_is_needed_than_in_the_first_step() -> None:
     module, x = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()) for _ in range(12))), torch.randn(256, 6)
     ours = recomputing_copy(module, x, kept=range(0, 24, 7))
@@ -134,6 +142,17 @@ def test_a_recomputation_of_another_size_is_an_error_that_names_the_operation() 
     assert values == [None]
     assert same(made.detach(), before)
     assert again.data_ptr() == made.data_ptr(), "one memory, not two"
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_others_hold_of_a_recomputation_stays_theirs(is_held: bool) -> None:
+    result, values, made = RestingResult(0, "sigmoid"), list[Any]([None]), X.clone().requires_grad_().sigmoid()
+    expected, again = made.detach().clone(), X.sigmoid()
+    result.rest(values, made)
+    held = again.view(-1) if is_held else None
+    result.fill(values, again)
+    assert same(made.detach(), expected)
+    assert held is None or same(held, expected.view(-1))
 
 
 @pytest.mark.parametrize("holds", [lambda t: None, lambda t: t.detach(), lambda t: t.detach().numpy()])

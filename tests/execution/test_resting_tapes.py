@@ -9,7 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_tapes
+from resting_cases import (  # noqa: F401
+    Before,
+    Between,
+    assert_right_after_a_failed_fill,
+    memory_changes_hands,
+    rested_tapes,
+)
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -35,6 +41,7 @@ TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TAPED)
+@pytest.mark.usefixtures("memory_changes_hands")
 def test_steps_are_the_plain_ones(name: str) -> None:
     module, batches = Before(TAPED[name]), [X, X + 1, X[:3], X - 1, X[:2]]
     ours = recomputing_copy(module, X)
@@ -76,6 +83,7 @@ def test_recurrent_cells_need_no_hooks(cell: Any, bias: bool) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+@pytest.mark.usefixtures("memory_changes_hands")
 def test_memory_is_given_up_and_no_more_is_needed_than_in_the_first_step(cell: Any) -> None:
     module, x = Unrolled(cell, steps=12), torch.randn(256, 6)
     ours = recomputing_copy(module, x, kept=range(0, 128, 9))
@@ -168,6 +176,18 @@ def test_what_others_hold_than_did_the_first_time_stays() -> None:
         tape.rest(values, made)
         assert (values[0] is None) == is_held
         assert held is None or held.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_others_hold_of_a_recomputation_stays_theirs(is_held: bool) -> None:
+    tape, values = RestingTape(0, "norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    made, again = (nn.functional.layer_norm(X.clone().requires_grad_(), (6,)) for _ in range(2))
+    expected = cast(Any, made.grad_fn)._saved_result1.clone()
+    tape.rest(values, made)
+    held: Any = cast(Any, again.grad_fn)._saved_result1.view(-1) if is_held else None
+    tape.fill(values, again)
+    assert same(cast(Any, made.grad_fn)._saved_result1, expected)
+    assert held is None or same(held, expected.view(-1))
 
 
 @pytest.mark.parametrize(

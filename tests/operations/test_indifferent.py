@@ -37,6 +37,8 @@ EXAMPLES: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "group_norm": lambda x, y: (x.t()[None], 3, y[0], y[1]),
     "linear": lambda x, y: (x[:, None], y, y[:, 0]),
     "dropout": lambda x, y: (x, 0.0),
+    "lstm_cell": lambda x, y: (x, (x[:, :2], y[:, :2]), *_cell(x, y, 4)),
+    **dict.fromkeys(["rnn_tanh_cell", "rnn_relu_cell"], lambda x, y: (x, y[:, :2], *_cell(x, y, 1))),
     "embedding": lambda x, y: (torch.tensor([[0, 3], [2, 2]]), x),
     **dict.fromkeys(["zeros", "ones"], lambda x, y: (x.shape,)),
     **dict.fromkeys(["new_zeros", "new_ones"], lambda x, y: (x, (2, 3))),
@@ -46,6 +48,12 @@ EXAMPLES: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "full_like": lambda x, y: (x, 2.5),
     "arange": lambda x, y: (7,),
 }
+
+
+def _cell(x: Tensor, y: Tensor, gates: int) -> tuple[Tensor, ...]:
+    """The weights and biases of a cell of two."""
+    inner, outer = (torch.cat([x, y] * gates)[: 2 * gates] for _ in range(2))
+    return inner, outer[:, :2], inner[:, 0], outer[:, 1]
 
 
 class Kernels(TorchDispatchMode):
