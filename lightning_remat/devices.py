@@ -125,8 +125,15 @@ can_exchange_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether storages can exchange their memory, as they can since PyTorch 2.12."""
 
 
+def give_up_memory(storage: torch.UntypedStorage, error: str) -> None:
+    """A storage has no memory until it is given some; who reads it gets the error, or a null pointer before 2.12."""
+    storage.resize_(0)
+    if can_exchange_memory:  # by which it goes to who gives the memory
+        cast(Any, torch)._C._set_storage_data_ptr_access_error_msg(storage._cdata, error)  # pyright: ignore
+
+
 def give_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
-    """What has no memory gets that of a storage, which has none then; where that cannot be, a copy of it."""
+    """What has given up its memory gets that of a storage, which has none then; where that cannot be, a copy of it."""
     if can_exchange_memory:
         cast(Any, to)._swap_data_ptr_(storage)
     else:
@@ -134,9 +141,12 @@ def give_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None
 
 
 def copy_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
-    """What has no memory gets a copy of that of a storage."""
-    to.resize_(storage.nbytes())
-    to.copy_(storage)
+    """What has given up its memory gets a copy of that of a storage."""
+    if can_exchange_memory:
+        give_memory(torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage), to)
+    else:
+        to.resize_(storage.nbytes())
+        to.copy_(storage)
 
 
 def most_refilled_bytes(device: torch.device) -> int:

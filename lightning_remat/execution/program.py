@@ -69,7 +69,7 @@ class Step:
         is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
         is_attended: Whether the executor must know of the beginning and the end of a first run.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
-        is_recorded_again: Whether a recomputation runs with gradients: for its tape, or or others might come out.
+        is_recorded_again: Whether a recomputation runs with gradients: for its tape, or lest other bits come out.
         is_conditional: Whether a recomputation must look at what it reads from outside.
         may_keep: Whether its backward may read inputs that it did not save.
     """

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..devices import copy_memory, give_memory
+from ..devices import copy_memory, give_memory, give_up_memory
 from ..operations.evaluation import Constant
 from ..operations.routes import Route
 
@@ -38,10 +38,10 @@ class RestingTape:
         routes: To a tensor in each of its storages.
     """
 
-    __slots__ = ("_holders", "_name", "_tensors_of", "place")
+    __slots__ = ("_error", "_holders", "_name", "_tensors_of", "place")
 
     def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
-        self.place, self._name = place, name
+        self.place, self._name, self._error = place, name, _read_too_early(name)
         read = ", ".join(f"made{route}" for route in routes)
         self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
         self._holders: list[tuple[int, int]] | None = None  # when it goes to rest
@@ -64,9 +64,8 @@ class RestingTape:
         if holders == self._holders:
             values[self.place] = storages, [storage.nbytes() for storage in storages]
             for storage in storages:
-                storage.resize_(0)
-            if _num_modes():
-                _show(storages)
+                give_up_memory(storage, self._error)
+            _show(tensors)
 
     def fill(self, values: list[Any], made: Any) -> None:
         """If it rests it gets the memory of the tape of a recomputation, which made these.
@@ -84,8 +83,9 @@ class RestingTape:
         fill = give_memory if [*map(_holders_of, tensors, again)] == self._holders else copy_memory
         for storage, other in zip(storages, again, strict=True):
             fill(other, storage)
+        _show(tensors)
         if _num_modes():
-            _show([*again, *storages])
+            _show(torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages)  # pyright: ignore
         values[self.place] = None
 
     def resting(self, constant: Constant, made: str) -> Iterator[str]:
@@ -105,10 +105,10 @@ class RestingResult:
         name: Of the operation, for messages.
     """
 
-    __slots__ = ("_count", "_name", "place")
+    __slots__ = ("_count", "_error", "_name", "place")
 
     def __init__(self, place: int, name: str) -> None:
-        self.place, self._name = place, name
+        self.place, self._name, self._error = place, name, _read_too_early(name)
         self._count = -1  # of those that hold the tensor when it rests
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
@@ -123,9 +123,8 @@ class RestingResult:
         if count == self._count and _num_holders(storage._cdata) == _HOLDERS and storage.resizable():  # pyright: ignore
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage.nbytes()
-            storage.resize_(0)
-            if _num_modes():
-                _show([storage])
+            give_up_memory(storage, self._error)
+            _show([tensor])
 
     def fill(self, values: list[Any], output: Tensor) -> Tensor:
         """If it rests it gets the memory of the output, which was made again, and stands for it.
@@ -142,11 +141,10 @@ class RestingResult:
         is_free = storage.nbytes() == size and _num_holders(storage._cdata) == _MAKERS  # pyright: ignore
         if is_free and output.stride() == tensor.stride():
             give_memory(storage, tensor.untyped_storage())
-            if _num_modes():
-                _show([storage, tensor.untyped_storage()])
+            _show([output, tensor])
         else:
-            tensor.untyped_storage().resize_(size)
-            tensor.copy_(output.detach())
+            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            give_memory(copy.copy_(output.detach()).untyped_storage(), tensor.untyped_storage())
         values[self.place] = None
         return tensor.requires_grad_(output.requires_grad)
 
@@ -157,6 +155,13 @@ class RestingResult:
     def filling(self, constant: Constant, output: str) -> Iterator[str]:
         """`fill` as such lines."""
         yield f"{output} = {constant(self)}.fill(v, {output})"
+
+
+def _read_too_early(name: str) -> str:
+    return (
+        f"what {name} saved for its backward is read before it was made again. Remedy: leave it out of the rewritten "
+        "modules, and please report how it came to that"
+    )
 
 
 def _is_other(name: str, sizes: list[int], found: list[int]) -> RuntimeError:
@@ -171,7 +176,8 @@ def _holders_of(tensor: Any, storage: Any) -> tuple[int, int]:
     return tensor._use_count(), _num_holders(storage._cdata)
 
 
-def _show(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Shows storages that were resized to modes such as meters, which look at what operations return."""
-    for storage in storages:
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+def _show(tensors: Iterable[Tensor]) -> None:
+    """Shows tensors whose storages have changed to modes such as meters, which look at what operations return."""
+    if _num_modes():
+        for tensor in tensors:
+            tensor.detach()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
 from uses import same
 
-from lightning_remat import profile, trace
+from lightning_remat import devices, profile, trace
 from lightning_remat.execution.resting_storages import RestingResult
 from lightning_remat.execution.rewriter import watched
 
@@ -142,6 +142,19 @@ def test_a_recomputation_of_another_size_is_an_error_that_names_the_operation() 
     assert values == [None]
     assert same(made.detach(), before)
     assert again.data_ptr() == made.data_ptr(), "one memory, not two"
+
+
+@pytest.mark.skipif(not devices.can_exchange_memory, reason="before torch 2.12 it is a null pointer")
+def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
+    x = X.clone().requires_grad_()
+    result, values, made = RestingResult(0, "block.sigmoid"), list[Any]([None]), x.sigmoid()
+    result.rest(values, made)
+    for reads in (lambda: made.sum(), lambda: torch.autograd.grad(made, x, X, retain_graph=True)):
+        with pytest.raises(RuntimeError, match=r"what block.sigmoid saved for its backward is read before it was made"):
+            reads()
+    result.fill(values, X.sigmoid())
+    (gradient,) = torch.autograd.grad(made, x, X)
+    assert same(gradient, torch.autograd.grad((y := X.clone().requires_grad_()).sigmoid(), y, X)[0])
 
 
 @pytest.mark.parametrize("is_held", [False, True])

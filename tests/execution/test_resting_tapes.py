@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
 from uses import same
 
-from lightning_remat import profile, simulate, trace
+from lightning_remat import devices, profile, simulate, trace
 from lightning_remat.execution.resting_storages import RestingTape
 from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.schedules.compiled_simulator import Judge
@@ -176,6 +176,24 @@ def test_what_others_hold_than_did_the_first_time_stays() -> None:
         tape.rest(values, made)
         assert (values[0] is None) == is_held
         assert held is None or held.untyped_storage().nbytes()
+
+
+@pytest.mark.skipif(not devices.can_exchange_memory, reason="before torch 2.12 it is a null pointer")
+def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
+    x = X.clone().requires_grad_()
+    tape, values, made = (
+        RestingTape(0, "block.norm", [".grad_fn._saved_result1"]),
+        list[Any]([None]),
+        F.layer_norm(x, (6,)),
+    )
+    tape.rest(values, made)
+    with pytest.raises(RuntimeError, match=r"what block.norm saved for its backward is read before it was made again"):
+        made.sum().backward(retain_graph=True)
+    again = F.layer_norm(X.clone().requires_grad_(), (6,))
+    tape.fill(values, again)
+    made.sum().backward()
+    with pytest.raises(RuntimeError, match="invalid"):
+        again.sum().backward()
 
 
 @pytest.mark.parametrize("is_held", [False, True])
