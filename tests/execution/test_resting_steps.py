@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
 from random_modules import Scaled, modules
-from resting_cases import Between, rested, resting_copy
-from rewriting import rewrite
+from resting_cases import Between, rested, rested_results, rested_tapes, resting_copy
+from rewriting import recomputing_copy, rewrite
 from test_stretches import Failing
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 from training_steps import assert_equal_traces, loss_of, step_peak, traces
 from uses import same
@@ -322,3 +324,26 @@ def test_gradients_that_come_from_elsewhere_meet_nothing_empty(
                 m.get_buffer("state").detach_().fill_(1) if isinstance(m, Writes) else None
                 m(X).sum().backward()
         assert same(*([p.grad for p in m.parameters()] for m in (plain, ours)))
+
+
+@pytest.mark.slow
+def test_a_backward_that_pytorch_captures_finds_what_rests() -> None:
+    """Compiled autograd takes the graph apart before it runs any of it, and must not read what is not there yet."""
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(4)))
+    ours = recomputing_copy(plain, X, kept=range(0, 12, 3))
+    for captured in (False, False, True, True):
+        for module in (plain, ours):
+            module.zero_grad()
+            loss = module(X).sum()
+            with (
+                compiled_autograd._enable(torch.compile(backend="eager"))
+                if captured and module is ours
+                else nullcontext()
+            ):
+                loss.backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert same(p.grad, q.grad)
+    assert rested_tapes(ours)
+    assert rested_results(ours)
