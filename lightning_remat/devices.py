@@ -124,12 +124,16 @@ def limited(device: torch.device, count: int) -> Generator[None]:
 can_exchange_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether storages can exchange their memory, as they can since PyTorch 2.12."""
 
+_C = cast(Any, torch)._C
+can_forbid_access = can_exchange_memory and hasattr(_C, "_set_storage_data_ptr_access_error_msg")
+"""Whether it can be made an error to read a storage: in builds of PyTorch for CUDA, and on their CPU, too."""
+
 
 def give_up_memory(storage: torch.UntypedStorage, error: str) -> None:
-    """A storage has no memory until it is given some; who reads it gets the error, or a null pointer before 2.12."""
+    """A storage has no memory until it is given some: to read it is the error, where that can be, or a null pointer."""
     storage.resize_(0)
-    if can_exchange_memory:  # by which it goes to who gives the memory
-        cast(Any, torch)._C._set_storage_data_ptr_access_error_msg(storage._cdata, error)  # pyright: ignore
+    if can_forbid_access:  # until memory is exchanged
+        _C._set_storage_data_ptr_access_error_msg(storage._cdata, error)  # pyright: ignore
 
 
 def give_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:

@@ -20,7 +20,8 @@ from lightning_remat.execution.rewriter import programs_in
 def memory_changes_hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of storages is handed over, where PyTorch can do that, and copied."""
     if request.param == "copied":
-        monkeypatch.setattr(devices, "can_exchange_memory", False)
+        for ability in ("can_exchange_memory", "can_forbid_access"):
+            monkeypatch.setattr(devices, ability, False)
     elif not devices.can_exchange_memory:
         pytest.skip("this PyTorch cannot hand over memory")
 

@@ -144,7 +144,7 @@ def test_a_recomputation_of_another_size_is_an_error_that_names_the_operation() 
     assert again.data_ptr() == made.data_ptr(), "one memory, not two"
 
 
-@pytest.mark.skipif(not devices.can_exchange_memory, reason="before torch 2.12 it is a null pointer")
+@pytest.mark.skipif(not devices.can_forbid_access, reason="in this build of PyTorch it is a null pointer")
 def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
     x = X.clone().requires_grad_()
     result, values, made = RestingResult(0, "block.sigmoid"), list[Any]([None]), x.sigmoid()

@@ -178,7 +178,7 @@ def test_what_others_hold_than_did_the_first_time_stays() -> None:
         assert held is None or held.untyped_storage().nbytes()
 
 
-@pytest.mark.skipif(not devices.can_exchange_memory, reason="before torch 2.12 it is a null pointer")
+@pytest.mark.skipif(not devices.can_forbid_access, reason="in this build of PyTorch it is a null pointer")
 def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
     x = X.clone().requires_grad_()
     tape, values, made = (
