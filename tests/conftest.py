@@ -84,3 +84,15 @@ def accelerator(request: pytest.FixtureRequest) -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; `pytest --ledger` runs it on the device of the tests")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(params=["handed over", "copied"])
+def memory_changes_hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of storages is handed over, where PyTorch can do that, and copied."""
+    from lightning_remat import devices  # after what is set above
+
+    if request.param == "copied":
+        for ability in ("can_exchange_memory", "can_forbid_access"):
+            monkeypatch.setattr(devices, ability, False)
+    elif not devices.can_exchange_memory:
+        pytest.skip("this PyTorch cannot hand over memory")

@@ -11,19 +11,9 @@ from rewriting import recomputing_copy, rewrite
 from torch import Tensor, nn
 from uses import same
 
-from lightning_remat import devices, profile, trace
+from lightning_remat import profile, trace
 from lightning_remat.execution.resting_storages import RestingResult
 from lightning_remat.execution.rewriter import programs_in
-
-
-@pytest.fixture(params=["handed over", "copied"])
-def memory_changes_hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of storages is handed over, where PyTorch can do that, and copied."""
-    if request.param == "copied":
-        for ability in ("can_exchange_memory", "can_forbid_access"):
-            monkeypatch.setattr(devices, ability, False)
-    elif not devices.can_exchange_memory:
-        pytest.skip("this PyTorch cannot hand over memory")
 
 
 class Between(nn.Module):

@@ -35,8 +35,10 @@ _LONG = 2
 """Blocks of a long stretch, the next of which is twice as far away."""
 
 _ROUNDS, _MOST_ROUNDS = 20, 80
+"""How many come at a time, and in all."""
+
 _AGREE = 0.03
-"""The prices are a few hundredths of a step."""
+"""By what part of a step earlier and later rounds may differ; all prices together are a fifth of one or more."""
 
 _SAVED_BY_A_NORM = 5
 """Tensors: its input, weight, bias, mean and deviation."""

@@ -25,7 +25,7 @@ _num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # py
 _HOLDERS = 3
 """Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied, too."""
 
-_MAKERS = 2
+_HOLDERS_AGAIN = 2
 """Of that of a result which was made again and is nobody's yet: the tensor, and who asks."""
 
 
@@ -138,13 +138,12 @@ class RestingResult:
         storage = output.untyped_storage()
         if output.nbytes != tensor.nbytes:
             raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
-        is_free = storage.nbytes() == size and _num_holders(storage._cdata) == _MAKERS  # pyright: ignore
-        if is_free and output.stride() == tensor.stride():
-            give_memory(storage, tensor.untyped_storage())
-            _show([output, tensor])
-        else:
-            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            give_memory(copy.copy_(output.detach()).untyped_storage(), tensor.untyped_storage())
+        is_free = storage.nbytes() == size and _num_holders(storage._cdata) == _HOLDERS_AGAIN  # pyright: ignore
+        if not (is_free and output.stride() == tensor.stride()):
+            again = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            output = again.copy_(output.detach()).requires_grad_(output.requires_grad)
+        give_memory(output.untyped_storage(), tensor.untyped_storage())
+        _show([output, tensor])
         values[self.place] = None
         return tensor.requires_grad_(output.requires_grad)
 

@@ -125,7 +125,9 @@ class Stretches:
                 watched = attended.intersection(again)
                 found.append(
                     Again(
-                        self.compiled(instructions, is_first=False, attended=watched, recorded=recorded),
+                        self.compiled(
+                            instructions, is_first=False, attended=watched, recorded=recorded.intersection(again)
+                        ),
                         instructions,
                         tuple(set(reads) - {self.slot_of[p] for p in made}),
                         tuple({slot for n in again for slot in external(n)}),

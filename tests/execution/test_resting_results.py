@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import (  # noqa: F401
-    Before,
-    Between,
-    assert_right_after_a_failed_fill,
-    memory_changes_hands,
-    rested_results,
-)
+from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_results
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces

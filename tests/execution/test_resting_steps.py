@@ -335,11 +335,8 @@ def test_a_backward_that_pytorch_captures_finds_what_rests() -> None:
         for module in (plain, ours):
             module.zero_grad()
             loss = module(X).sum()
-            with (
-                compiled_autograd._enable(torch.compile(backend="eager"))
-                if captured and module is ours
-                else nullcontext()
-            ):
+            capture = captured and module is ours
+            with compiled_autograd._enable(torch.compile(backend="eager")) if capture else nullcontext():
                 loss.backward()
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             assert p.grad is not None

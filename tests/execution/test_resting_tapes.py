@@ -9,13 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from resting_cases import (  # noqa: F401
-    Before,
-    Between,
-    assert_right_after_a_failed_fill,
-    memory_changes_hands,
-    rested_tapes,
-)
+from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_tapes
 from rewriting import recomputing_copy
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, step_peak, traces
@@ -181,11 +175,8 @@ def test_what_others_hold_than_did_the_first_time_stays() -> None:
 @pytest.mark.skipif(not devices.can_forbid_access, reason="in this build of PyTorch it is a null pointer")
 def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
     x = X.clone().requires_grad_()
-    tape, values, made = (
-        RestingTape(0, "block.norm", [".grad_fn._saved_result1"]),
-        list[Any]([None]),
-        F.layer_norm(x, (6,)),
-    )
+    tape, values = RestingTape(0, "block.norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    made = F.layer_norm(x, (6,))
     tape.rest(values, made)
     with pytest.raises(RuntimeError, match=r"what block.norm saved for its backward is read before it was made again"):
         made.sum().backward(retain_graph=True)

@@ -137,7 +137,7 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _unrecorded(program: Program) -> set[str]:
+def unrecorded(program: Program) -> set[str]:
     """The kinds of operations that run again without gradients."""
     done = [i for parts in program.before for part in parts if isinstance(part, Again) for i in part.instructions]
     again = {n for what, n in done if what is Do.RUN_AGAIN and not program.steps[n].is_recorded_again}
@@ -148,7 +148,7 @@ def _unrecorded(program: Program) -> set[str]:
 def test_what_asks_for_no_gradients_runs_again_without(is_differentiated: bool) -> None:
     plain, x = _blocks(), torch.randn(4, 8, requires_grad=True)
     ours = copy.deepcopy(plain)
-    assert _unrecorded(_rewritten(ours, x)) == {"gelu"}
+    assert unrecorded(_rewritten(ours, x)) == {"gelu"}
     (expected,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
     loss = ours(x).square().sum()
     with Recorded("aten.gelu.default") as recorded:
@@ -199,7 +199,7 @@ def test_what_others_read_that_ask_for_gradients_is_made_without_and_asks_for_th
     graph = profile(traced, x, repeats=1)
     again = {n for n, node in enumerate(graph.nodes) if node.kind != "linear"} - set(graph.outputs)
     schedule = lower_kept(graph, {*range(len(graph.nodes))} - again)
-    found = _unrecorded(compile_schedule(traced, schedule, graph))
+    found = unrecorded(compile_schedule(traced, schedule, graph))
     assert "tanh" in found
     assert "matmul" not in found
     rewrite(ours, schedule, x)
@@ -218,7 +218,7 @@ def test_casts_of_autocast_do_not_pass_from_a_recomputation_to_the_next_forward(
         graph = profile(traced, x, repeats=1)
         rewrite(ours, _with_tapes(lower_kept(graph, set())), x)
         if torch.__version__ >= "2.14":  # until then a linear layer may ask for gradients
-            assert "linear" in _unrecorded(next(iter(programs_in(ours))))
+            assert "linear" in unrecorded(next(iter(programs_in(ours))))
     for module in (plain, ours):
         with torch.autocast("cpu", torch.bfloat16):
             first = module(x).float().square().sum()
