@@ -196,7 +196,7 @@ class Execution:
                     self.position = place
                     self.num_done += 1
                     if program.recomputes[place] or not is_same:
-                        with self._recomputing():  # once for all that runs here
+                        with Recomputing(None if is_same else self.ambient):  # once for all that runs here
                             self._follow(program.before[place])
                     else:
                         self._follow(program.before[place])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -19,8 +19,8 @@ from ..devices import HOST, devices_in_use, random_state_methods
 generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
 
-
 _local = threading.local()
+_num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
 
 
 class Source(NamedTuple):
@@ -78,13 +78,16 @@ class Draws:
         sources: The generators that it may use.
     """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
-        self._before = [(source, source.read()) for source in sources]
+    __slots__ = ("_after", "_before", "_sources")
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._before = [source.read() for source in sources]
         self._after: list[Any] = []
 
     def end(self) -> None:
         """The run has ended."""
-        self._after = [source.read() for source, _ in self._before]
+        self._after = [source.read() for source in self._sources]
 
     def replayed(self) -> Replay:
         """Draws the same numbers inside, and goes on from where the generators stood afterwards.
@@ -92,7 +95,7 @@ class Draws:
         Raises:
             RuntimeError: The run inside drew others.
         """
-        runs = [(source, before, after) for (source, before), after in zip(self._before, self._after, strict=True)]
+        runs = [*zip(self._sources, self._before, self._after, strict=True)]
         if len(runs) > 1:  # to set a single one costs less than to find out whether it has drawn
             runs = [(source, before, after) for source, before, after in runs if not source.same(before, after)]
         return Replay(runs)
@@ -107,14 +110,15 @@ class Replay:
 
     __slots__ = ("_now", "_runs")
 
-    def __init__(self, runs: Iterable[tuple[Source, Any, Any]]) -> None:
-        self._runs, self._now = tuple(runs), RandomState(())
+    def __init__(self, runs: Sequence[tuple[Source, Any, Any]]) -> None:
+        self._runs = runs
+        self._now: list[Any] = []
 
     def __enter__(self) -> None:
         """Sets them to where they stood before."""
         generators_in_use.acquire()
         try:
-            self._now = RandomState(source for source, _, _ in self._runs)
+            self._now = [source.read() for source, _, _ in self._runs]
             for source, before, _ in self._runs:
                 source.write(before)
         except BaseException:
@@ -140,7 +144,8 @@ class Replay:
 
     def _end(self) -> None:
         try:
-            self._now.put_back()
+            for (source, _, _), now in zip(self._runs, self._now, strict=False):  # none, if reading them failed
+                source.write(now)
         finally:
             generators_in_use.release()
 
@@ -181,6 +186,8 @@ def generator_of(value: object) -> Source | None:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not _num_modes():
+        return torch.equal(a, b)
     with no_dispatch():
         return torch.equal(a, b)
 
