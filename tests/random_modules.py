@@ -37,6 +37,13 @@ KINDS = [
     "several",
     "asserts",
     "choice",
+    "tanh",
+    "layer_norm",
+    "lstm_cell",
+    "gru_cell",
+    "convolution",
+    "attention",
+    "products",
 ]
 
 
@@ -100,6 +107,14 @@ class RandomModule(nn.Module):
             return nn.ReLU()
         if kind == "relu_":
             return nn.ReLU(inplace=True)
+        if kind == "layer_norm":
+            return nn.LayerNorm(width)
+        if kind == "lstm_cell":
+            return nn.LSTMCell(width, width)
+        if kind == "gru_cell":
+            return nn.GRUCell(width, width)
+        if kind == "convolution":
+            return nn.Conv1d(1, 2, 3, padding=1)
         return Recurrent(width) if kind == "recurrent" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -162,7 +177,26 @@ class RandomModule(nn.Module):
         if kind == "choice":  # gradients could flow to what it is made by, and do not
             chosen = (self.shared(b).sigmoid() * a).argmax(dim=1, keepdim=True)
             return a * 0.5 + a.gather(1, chosen)
+        if kind == "tanh":
+            return a.tanh()
+        if kind == "lstm_cell":
+            hidden, cell = part(a, (b, a))
+            return hidden + cell
+        if kind == "gru_cell":
+            return part(a, b)
+        if kind == "convolution":
+            return part(a.unsqueeze(1)).mean(1)
+        if kind == "attention":
+            q, k = (t.view(-1, 1, 2, self.width // 2) for t in (a, b))
+            return F.scaled_dot_product_attention(q, k, k, dropout_p=0.2).reshape(-1, self.width)
+        if kind == "products":
+            return torch.bmm(a.unsqueeze(2), b.unsqueeze(1)).mean(2)
         return part(a)
+
+
+def is_refused(error: RuntimeError) -> bool:
+    """Whether plain autograd takes no such module: something has been written that a backward reads."""
+    return "modified by an inplace operation" in str(error) or "modified inplace" in str(error)
 
 
 @st.composite

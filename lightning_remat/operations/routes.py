@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .operation import Operation
-from .saved_tensors import storage_key
+from .saved_tensors import saved_values, storage_key
 
 Route = str
 """What is written after a tensor to read another one, as `.grad_fn.next_functions[0][0]._saved_result`."""
@@ -62,15 +62,7 @@ def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Rout
 
 def _saved_in(node: Any) -> Iterator[tuple[Route, Tensor]]:
     """The tensors that a node holds."""
-    for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
-        try:
-            value = getattr(node, name)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            continue
+    for name, value in saved_values(node):
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):

@@ -163,22 +163,35 @@ def held_tensors(results: Iterable[Tensor]) -> list[Tensor] | None:
 
     What it holds as it was given is the same object here; of an operation's own result, and of a view that a kernel
     made of what it was given, it holds another. None where a function of the user's decides what is held, or where
-    something has been written since it was saved, which autograd hands over to nobody: no gradient asks for it.
+    something has been written since it was saved.
 
     Args:
         results: Made from leaves, outside saved-tensor hooks.
     """
-    found: list[Tensor] = []
+    found: list[Any] = []
     for node in nodes_below(results):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return None
-        try:
-            found += tensors_of(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            return None
-    return found
+        found += [value for _, value in saved_values(node)]
+    return None if any(value is WRITTEN for value in found) else tensors_of(found)
+
+
+WRITTEN = object()
+"""In place of a saved value that has been written since: no gradient asks for it, and autograd hands it to nobody."""
+
+
+def saved_values(node: Any) -> Iterator[tuple[str, Any]]:
+    """What a node of autograd's has saved, with the names of the attributes by which it is read."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError as error:
+                # By its own version, or that of a base of which it is one of several views.
+                if not any(text in str(error) for text in ("modified by an inplace operation", "modified inplace")):
+                    raise
+                value = WRITTEN
+            yield name, value
 
 
 def nodes_below(results: Iterable[Tensor]) -> Iterator[Any]:

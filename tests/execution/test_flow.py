@@ -213,3 +213,11 @@ def test_of_a_function_of_the_users_nothing_is_said() -> None:
 def test_of_what_was_written_since_it_was_saved_nothing_is_said() -> None:
     x = torch.randn(3, requires_grad=True)
     assert held_tensors([x.exp().mul_(2)]) is None
+
+
+def test_of_one_of_several_views_whose_base_was_written_since_nothing_is_said() -> None:
+    base = torch.randn(4, requires_grad=True) * 1
+    left, right = base.chunk(2)
+    product = left * right
+    base.relu_()
+    assert held_tensors([product]) is None
