@@ -19,6 +19,9 @@ _SIZED: Any = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _RAISED = "Developer debug context: raised exception "
 
+_FRAMES = r"\nException raised from"
+"""Where in an error of C++, as it is spelled within another, the frames begin in which it was raised."""
+
 
 class CaptureError(Exception):
     """A forward is no single graph.
@@ -68,6 +71,7 @@ def _first_lines(error: BaseException) -> str:
     if raised is not None:
         return f"it raises {raised}"
     explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
+    explanation = explanation.partition(_FRAMES)[0]
     return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
 
 

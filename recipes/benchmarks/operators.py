@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -151,7 +152,8 @@ def verdict(case: Case, chance: random.Random) -> tuple[str, str]:
     try:
         traced = trace(ours, case.args, case.kwargs)
     except TraceError as error:
-        return REFUSED, str(error).partition(" (/")[0].removeprefix("Between.forward cannot be captured as one graph: ")
+        reason = str(error).removeprefix("Between.forward cannot be captured as one graph: ")
+        return REFUSED, re.split(r" \(/|: call_|: got ", reason)[0]  # without places and addresses
     graph = profile(traced, case.args, case.kwargs, repeats=1)
     kept = [n for n in range(len(graph.nodes)) if chance.random() < 0.5] if chance.random() < 0.5 else []
     schedule = lower_kept(graph, kept)

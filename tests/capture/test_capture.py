@@ -211,3 +211,13 @@ def test_dataclasses_go_in_and_come_out() -> None:
     found.rest["sum"].sum().backward()
     expected.rest["sum"].sum().backward()
     assert torch.equal(ours.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_frames_of_another_language_are_no_reason() -> None:
+    class Weighed(nn.Module):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            return torch.cov(x.sin(), aweights=weights)  # asks how many there are, whatever number stands for that
+
+    with pytest.raises(TraceError, match=r"cannot be captured as one graph.*Remedy") as error:
+        trace(Weighed(), torch.randn(2, 4), torch.rand(4))
+    assert "frame #" not in str(error.value)
