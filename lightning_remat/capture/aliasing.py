@@ -19,6 +19,7 @@ from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.own_draws import draws
 from ..operations.contexts import entered
+from .capture_error import where_of
 from .unseen_writes import UNSEEN_WRITES
 
 
@@ -67,7 +68,12 @@ def record(root: fx.GraphModule, values: list[Any]) -> dict[fx.Node, Record]:
         except TraceError:
             raise
         except Exception as error:
-            raise TraceError(f"an operation needs values to be captured: {error}") from error
+            where, target = where_of(recorder.at), recorder.at.target
+            raise TraceError(
+                f"{getattr(target, '__name__', target)} asks for the values of tensors to be captured: {error}"
+                f"{f' ({where})' if where else ''}. Remedy: keep it outside the forward, or in a submodule of its own",
+                where=where,
+            ) from error
     return recorder.records
 
 
@@ -142,10 +148,13 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, root: fx.GraphModule) -> None:
         super().__init__(root)
+        self.extra_traceback = False  # in messages of errors
+        self.at = next(iter(root.graph.nodes))
         self.records: dict[fx.Node, Record] = {}
         self.owners: dict[int, tuple[torch.UntypedStorage, fx.Node]] = {}  # the storages live, so their numbers hold
 
     def run_node(self, n: fx.Node) -> Any:
+        self.at = n
         inputs = {i: [t for t in tree_leaves(self.env[i]) if isinstance(t, Tensor)] for i in n.all_input_nodes}
         before = {t: t._version for tensors in inputs.values() for t in tensors if not t.is_inference()}
         stored = {t: (tensor_storage(t), self._owner(t)) for tensors in inputs.values() for t in tensors}

@@ -69,10 +69,9 @@ def _first_lines(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = next((line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)), None)
     if raised is not None:
-        return f"it raises {raised}"
+        return f"it raises {raised}".partition(_FRAMES)[0]
     explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Expl")), "")
-    explanation = explanation.partition(_FRAMES)[0]
-    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation]))
+    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, explanation.partition(_FRAMES)[0]]))
 
 
 def _where(error: BaseException) -> str | None:

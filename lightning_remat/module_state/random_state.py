@@ -186,7 +186,7 @@ def generator_of(value: object) -> Source | None:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not _num_modes():
+    if not _num_modes():  # to turn off what is not there takes as long as to compare
         return torch.equal(a, b)
     with no_dispatch():
         return torch.equal(a, b)

@@ -221,3 +221,13 @@ def test_frames_of_another_language_are_no_reason() -> None:
     with pytest.raises(TraceError, match=r"cannot be captured as one graph.*Remedy") as error:
         trace(Weighed(), torch.randn(2, 4), torch.rand(4))
     assert "frame #" not in str(error.value)
+
+
+def test_an_operation_that_looks_at_values_is_named() -> None:
+    class Heard(nn.Module):
+        def forward(self, x: Tensor, window: Tensor) -> Tensor:
+            return torch.istft(torch.view_as_complex(x), 8, window=window)  # asks whether it overlaps enough
+
+    message = r"^istft asks for the values[^\n]*test_capture.py:\d+\)\. Remedy[^\n]*$"
+    with pytest.raises(TraceError, match=message):
+        trace(Heard(), torch.randn(2, 5, 6, 2), torch.hann_window(8))
