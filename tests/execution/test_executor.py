@@ -25,7 +25,7 @@ from lightning_remat.execution.instructions import Order, hooked_operations
 from lightning_remat.lowering import apply_liveness, lower_kept
 from lightning_remat.schedules.graph import Node, fields_in
 from lightning_remat.schedules.schedule import Schedule
-from lightning_remat.schedules.uses import resting
+from lightning_remat.schedules.uses import resting, resting_tapes
 
 
 def plain_traces(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,7 +104,8 @@ def test_hooks_are_priced_where_they_are_set(data: st.DataObject) -> None:
     program = compile_schedule(traced, schedule, graph)
     with torch.enable_grad():
         run_forward(program, recapture(traced, (x,), {})[1])
-    rests = hooked_operations(schedule, graph, Order.of(traced, schedule), resting(graph, schedule))
+    resting_ones = resting(graph, schedule), resting_tapes(graph, schedule)
+    rests = hooked_operations(schedule, graph, Order.of(traced, schedule), *resting_ones)
     assert priced == sum(2.0**n for n in rests)
     # One more is hooked where nothing tells in time that what rests is to be filled.
     assert rests <= program.variants[-1].hooked <= program.hooked
