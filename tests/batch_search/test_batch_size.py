@@ -297,6 +297,7 @@ def test_schedulers_count_right_and_hyperparameters_show_the_size(tmp_path: Path
     assert "batch_size: 16" in (Path(logger.log_dir) / "hparams.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_learning_rate_finder_comes_after(tmp_path: Path) -> None:
     class Finder(LearningRateFinder):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

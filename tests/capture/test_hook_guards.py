@@ -154,6 +154,7 @@ def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+@pytest.mark.slow
 def test_hooks_of_all_modules_fire_and_are_gone(register: Callable[[Any], Any]) -> None:
     plain = Net()
     ours = recomputing_copy(plain, X, kept=[])

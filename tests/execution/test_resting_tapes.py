@@ -64,6 +64,7 @@ class Unrolled(nn.Module):
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.slow
 def test_recurrent_cells_need_no_hooks(cell: Any, bias: bool) -> None:
     module = Unrolled(lambda *sizes: cell(*sizes, bias=bias))
     ours = recomputing_copy(module, X, kept=range(0, 64, 5))
@@ -78,6 +79,7 @@ def test_recurrent_cells_need_no_hooks(cell: Any, bias: bool) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 @pytest.mark.usefixtures("memory_changes_hands")
+@pytest.mark.slow
 def test_memory_is_given_up_and_no_more_is_needed_than_in_the_first_step(cell: Any) -> None:
     module, x = Unrolled(cell, steps=12), torch.randn(256, 6)
     ours = recomputing_copy(module, x, kept=range(0, 128, 9))

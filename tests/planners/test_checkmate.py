@@ -19,6 +19,7 @@ from lightning_remat.planners.checkmate import plan_checkmate
 
 @settings(max_examples=40, deadline=None)
 @given(node_graphs(most=5), st.integers(0, 12))
+@pytest.mark.slow
 def test_integer_program_equals_the_search_over_all_schedules(graph, extra):
     floor = lowest_peak(graph)
     with pytest.raises(InfeasibleBudgetError) as error:

@@ -115,6 +115,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
         (Looks, ["[0]", "[1]"], "periodic"),
     ],
 )
+@pytest.mark.slow
 def test_parts_share_the_budget_and_results_are_the_plain_ones(
     kind: type[nn.Module], parts: list[str], planner: str
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_profiler_of_pytorchs_does_not_divide_the_forward(tmp_path: Path) -> N
     assert vars(profiler)["_record_module_names"]
 
 
+@pytest.mark.slow
 def test_measured_peak_is_within_the_budget_and_predicted_beside_it(tmp_path: Path) -> None:
     callback = remat()
     run(tmp_path, seeded(), callback)
@@ -192,12 +193,14 @@ class TwoParts(OwnForward):
         return loss
 
 
+@pytest.mark.slow
 def test_own_forward_is_a_region(tmp_path: Path) -> None:
     callback = assert_same_run(tmp_path, OwnForward)
     assert callback.result is not None
     assert callback.result.step.keys == ("",)
 
 
+@pytest.mark.slow
 def test_parts_share_the_budget(tmp_path: Path) -> None:
     callback = assert_same_run(tmp_path, TwoParts)
     assert callback.result is not None
@@ -272,6 +275,7 @@ def test_an_infeasible_budget_tells_what_is_not_planned(tmp_path: Path) -> None:
         run(tmp_path, seeded(lambda: Classifier(net)), remat(memory_budget="20%"), max_steps=1)
 
 
+@pytest.mark.slow
 def test_on_infeasible_plain_trains_the_plain_model(tmp_path: Path) -> None:
     callback = remat(memory_budget="200KiB", on_infeasible="plain")
     module = seeded()

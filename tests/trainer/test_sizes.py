@@ -78,6 +78,7 @@ class Endless(IterableDataset[Any]):
             yield [torch.ones(WIDTH)]
 
 
+@pytest.mark.slow
 def test_data_of_unknown_length_need_a_limit(tmp_path: Path) -> None:
     class Streaming(Sized):
         def train_dataloader(self) -> Any:

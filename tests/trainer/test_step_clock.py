@@ -29,6 +29,7 @@ class Validated(Classifier):
         return DataLoader(Images(24), batch_size=self.batch_size)
 
 
+@pytest.mark.slow
 def test_it_stands_still_in_validation_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
@@ -70,6 +71,7 @@ class Projects(LightningModule):
         return DataLoader(samples(2048), batch_size=512)
 
 
+@pytest.mark.slow
 def test_a_metered_step_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
     peaks = Peaks()
     callback = assert_same_run(tmp_path, Projects, max_steps=4, logger=peaks)
