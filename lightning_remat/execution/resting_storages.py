@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..devices import copy_memory, give_memory, give_up_memory
+from ..module_state.ambient import num_dispatch_modes
 from ..operations.evaluation import Constant
 from ..operations.routes import Route
 
 _num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
 _hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
-_num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
 
 _HOLDERS = 3
 """Of the storage of a result: the tensor, what autograd saved, and who asks. A view of others would be emptied, too."""
@@ -84,7 +84,7 @@ class RestingTape:
         for storage, other in zip(storages, again, strict=True):
             fill(other, storage)
         _show(tensors)
-        if _num_modes():
+        if num_dispatch_modes():
             _show(torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages)  # pyright: ignore
         values[self.place] = None
 
@@ -177,6 +177,6 @@ def _holders_of(tensor: Any, storage: Any) -> tuple[int, int]:
 
 def _show(tensors: Iterable[Tensor]) -> None:
     """Shows tensors whose storages have changed to modes such as meters, which look at what operations return."""
-    if _num_modes():
+    if num_dispatch_modes():
         for tensor in tensors:
             tensor.detach()

@@ -20,6 +20,7 @@ class _Local(threading.local):
 _local = _Local()
 _CPU = torch.device("cpu")
 _num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
 

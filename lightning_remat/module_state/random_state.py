@@ -15,12 +15,12 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ..devices import HOST, devices_in_use, random_state_methods
+from .ambient import num_dispatch_modes
 
 generators_in_use = threading.RLock()
 """Held where a state is read or set around an operation: the generators are shared by all threads."""
 
 _local = threading.local()
-_num_modes = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)  # pyright: ignore
 
 
 class Source(NamedTuple):
@@ -186,7 +186,7 @@ def generator_of(value: object) -> Source | None:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not _num_modes():  # to turn off what is not there takes as long as to compare
+    if not num_dispatch_modes():  # to turn off what is not there takes as long as to compare
         return torch.equal(a, b)
     with no_dispatch():
         return torch.equal(a, b)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
-from random_modules import Scaled, is_refused, modules
+from random_modules import Scaled, modules, refusals_left_out
 from resting_cases import Between, rested, rested_results, rested_tapes, resting_copy
 from rewriting import recomputing_copy, rewrite
 from test_stretches import Failing
@@ -93,11 +93,8 @@ def test_random_steps_are_the_plain_ones(examples: int) -> None:
                         found += torch.autograd.grad(sum(again), ps, retain_graph=is_kept, allow_unused=True)
             return [*found, *(b.clone() for b in m.buffers())]
 
-        try:
+        with refusals_left_out():
             plain = use(copy.deepcopy(module))
-        except RuntimeError as error:
-            assume(not is_refused(error))
-            raise
         graph = profile(trace(module, x), x, repeats=1)
         schedule = data.draw(schedules(graph, in_forward=False))
         note(f"{schedule}")
