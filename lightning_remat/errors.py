@@ -66,3 +66,18 @@ class TraceError(ValueError):
     def __init__(self, message: str, *, where: str | None = None) -> None:
         super().__init__(message)
         self.where = where
+
+
+def check_kind(value: object, kind: type, what: str) -> None:
+    """Refuses an argument that is something else than its annotation says, before it fails somewhere inside.
+
+    Args:
+        value: The argument.
+        kind: What it must be.
+        what: Its name, and where to get one.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"got a {type(value).__name__}, expected a {kind.__name__}: {what}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..budget import Budget
 from ..capture.synchronized_norms import unsynchronized
 from ..devices import device_of
+from ..errors import check_kind
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
@@ -99,6 +100,7 @@ def find_batch_size(
         ValueError: An argument is wrong.
         InfeasibleBudgetError: Nothing fits; the module is as it was.
     """
+    check_kind(module, nn.Module, "the one that loss_of calls")
     settings = Settings(
         planner=planner,
         memory_budget=memory_budget,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TraceError
+from ..errors import TraceError, check_kind
 from ..measure.meter import tensor_storage
 from ..module_state.ambient import casts_apart
 from ..module_state.batches import tensors_held
@@ -43,6 +43,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
     Raises:
         TraceError: The call is no single graph; names the line and the remedy.
     """
+    check_kind(module, nn.Module, "the first argument of trace, before the module's own inputs")
     return capture_call(module, args, kwargs)[0]
 
 

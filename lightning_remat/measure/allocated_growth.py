@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -27,6 +28,7 @@ _STATE_BYTES = torch.get_rng_state().numel()
 """Of the host's generator, of which a copy is taken where what is drawn may be drawn again: no tensor of a step."""
 
 
+@dataclass(slots=True)
 class Peak:
     """What a measurement found, final once the block has ended.
 

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError
 from ..schedules.compiled_simulator import Judge
 from ..schedules.graph import Graph
@@ -70,8 +71,9 @@ def infeasible(graph: Graph, budget_bytes: int, schedule: Schedule, *, planner: 
         name = graph.nodes[n].name
         setter = f"the {'backward' if kind == 'B' else 'forward'} of {name!r}"
     return InfeasibleBudgetError(
-        f"{planner} cannot go below {simulation.peak_bytes} bytes, set by {setter}, and the budget is {budget_bytes} "
-        "bytes: raise memory_budget, lower the batch size or choose another planner",
+        f"{planner} cannot go below {simulation.peak_bytes} bytes ({format_bytes(simulation.peak_bytes)}), set by "
+        f"{setter}, and the budget is {budget_bytes} bytes ({format_bytes(budget_bytes)}): raise memory_budget, lower "
+        "the batch size or choose another planner",
         minimum_bytes=simulation.peak_bytes,
         budget_bytes=budget_bytes,
         node=name,

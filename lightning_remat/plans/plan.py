@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
+from ..budget import format_bytes
 from ..errors import InfeasibleBudgetError
 from ..lowering import keep_everything
 from ..schedules.graph import Graph, Node
@@ -51,6 +52,14 @@ class Plan:
     reasons: tuple[str, ...] = ()
     step: StepPlan | None = None
     correction_bytes: int = 0
+
+    def __repr__(self) -> str:
+        """In one line; graph and schedule of a large network would fill pages."""
+        return (
+            f"<Plan of {self.planner}: peak {format_bytes(self.peak_bytes)} of a budget of "
+            f"{format_bytes(self.budget_bytes)} (plain {format_bytes(self.plain.peak_bytes)}), {self.num_recomputed} "
+            f"recomputations of {len(self.graph.nodes)} operations, +{self.recompute_overhead:.1%} of a step>"
+        )
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..budget import check_bytes
-from ..errors import InfeasibleBudgetError
+from ..errors import InfeasibleBudgetError, check_kind
 from ..planners import planner_of as planner_of
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -47,6 +47,7 @@ def plan(
         InfeasibleBudgetError: The planner cannot go as low; carries the lowest peak that it reaches.
         ScheduleError: A planner of the caller's returned an invalid schedule.
     """
+    check_kind(graph, Graph, "what profile returns")
     name, function = planner_of(planner)
     budget_bytes = check_bytes(budget_bytes)
     if like is not None and "like" in inspect.signature(function).parameters:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of, most_refilled_bytes
+from ..errors import check_kind
 from ..measure.allocated_growth import Peak, can_listen
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
@@ -80,6 +81,7 @@ def profile(
     Raises:
         ValueError: The inputs do not have the structure that was traced.
     """
+    check_kind(traced, TracedModule, "what trace returns of a module and its inputs")
     given = tensors_held((args, kwargs))
     called, values = recapture(traced, args, kwargs)
     if not is_alike(called, traced):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import trace, ways_of
 from ..devices import device_of
-from ..errors import TraceError
+from ..errors import TraceError, check_kind
 from ..execution.assembly import checked_program
 from ..execution.compiling import StretchCompiler
 from ..execution.rewriter import Rewriting, compile_programs, install, programs_in, restore
@@ -106,6 +106,7 @@ def rematerialize(
         InfeasibleBudgetError: The planner cannot go as low.
         ValueError: A wrong budget, planner or plan. In each case the module is as it was.
     """
+    check_kind(module, nn.Module, "the first argument of rematerialize, before the module's own inputs")
     planner_of(planner)
     if memory_budget is not None:
         check_budget(memory_budget)

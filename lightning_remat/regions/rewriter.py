@@ -236,7 +236,7 @@ def _fitted(
             if is_improved or not step.num_recomputed or -excess < WORTH_ANOTHER * measured:
                 break
         elif infeasible is not None:
-            raise infeasible_as_run(infeasible, measured, budget)
+            raise infeasible_as_run(infeasible, measured, budget, step.plain_peak_bytes)
     assert good is not None, "a planner that meets a budget of one byte"
     assert good.step is not None
     parts.install(good.step, good, planner)

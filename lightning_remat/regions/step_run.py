@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -237,14 +238,15 @@ def plain_step_peak(
         return None
 
 
-def infeasible_as_run(error: InfeasibleBudgetError, measured_bytes: int, budget_bytes: int) -> InfeasibleBudgetError:
+def infeasible_as_run(
+    error: InfeasibleBudgetError, measured_bytes: int, budget_bytes: int, plain_peak_bytes: int
+) -> InfeasibleBudgetError:
     """A planner's error, with what a step by its plan for the lowest peak was measured to need."""
-    if measured_bytes == error.minimum_bytes and error.budget_bytes == budget_bytes:
-        return error
+    share = math.ceil(1000 * measured_bytes / plain_peak_bytes) / 10  # as a budget it is enough
     return InfeasibleBudgetError(
         f"the planner cannot go below {format_bytes(measured_bytes)}, which a step by its plan for the lowest peak was "
-        f"measured to need, and the budget is {format_bytes(budget_bytes)}; the peak is set by {error.node!r}: raise "
-        "memory_budget, lower the batch size or choose another planner",
+        f"measured to need ({share}% of the plain step's peak), and the budget is {format_bytes(budget_bytes)}; the "
+        f"peak is set by {error.node!r}: raise memory_budget, lower the batch size or choose another planner",
         minimum_bytes=measured_bytes,
         budget_bytes=budget_bytes,
         node=error.node,

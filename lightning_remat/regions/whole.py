@@ -136,7 +136,7 @@ class _Whole:
                 return self._faster(made, plain)
             restore(self.module)
             if infeasible is not None:
-                raise infeasible_as_run(infeasible, made.peak_bytes, budget_bytes)
+                raise infeasible_as_run(infeasible, made.peak_bytes, budget_bytes, plain.peak_bytes)
             allowed = min(allowed, predicted) - (made.peak_bytes - budget_bytes)
         raise AssertionError("a planner that meets a budget of one byte")
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, check_kind
 from .gradients import GradientMemory
 from .graph import Graph
 from .schedule import ActionKind, Schedule, mark
@@ -69,6 +69,8 @@ def simulate(
     Raises:
         ScheduleError: The schedule breaks a rule; the message marks the action.
     """
+    check_kind(graph, Graph, "what profile returns")
+    check_kind(schedule, Schedule, "that of a plan, or Schedule.parse of its text")
     if gradients not in ("fresh", "kept"):
         raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
     replay = Replay(graph, schedule, gradients, holds_outputs)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from oracles.node_graphs import node_graphs
 
 from lightning_remat import Graph, plan
+from lightning_remat.budget import format_bytes
 from lightning_remat.planners._auto.front_search import front_of
 from lightning_remat.plans.explanation import explain
 from lightning_remat.schedules.floor import find_floor
@@ -66,3 +67,13 @@ def test_the_knee_lies_on_the_front() -> None:
 def test_an_empty_plan_has_nothing_to_explain() -> None:
     with pytest.raises(ValueError, match="nothing to explain"):
         explain(plan(Graph(()), 0))
+
+
+def test_a_plan_is_shown_in_one_line() -> None:
+    graph = convolutions()
+    made = plan(graph, minimum(graph))
+    peak, plain = format_bytes(made.peak_bytes), format_bytes(made.plain.peak_bytes)
+    assert repr(made) == (
+        f"<Plan of auto: peak {peak} of a budget of {peak} (plain {plain}), {made.num_recomputed} recomputations of "
+        f"{len(graph.nodes)} operations, +{made.recompute_overhead:.1%} of a step>"
+    )

@@ -183,6 +183,9 @@ def test_too_small_a_budget_names_the_lowest_peak_of_the_whole_step() -> None:
     module = build(Network)
     plan = rematerialize(module, X, memory_budget=int(caught.value.minimum_bytes), planner="periodic")
     assert step_peak(module, X) <= plan.budget_bytes == caught.value.minimum_bytes
+    share = re.search(r"\(([\d.]+%) of the plain step's peak\)", str(caught.value))
+    assert share is not None
+    assert rematerialize(module, X, memory_budget=share[1], planner="periodic").peak_bytes == plan.peak_bytes
 
 
 class Bare(nn.Module):

@@ -1,0 +1,34 @@
+"""What is easily handed over in place of something else is refused by name, with where to get what is expected."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat import find_batch_size, plan, profile, rematerialize, simulate, trace
+
+X = torch.ones(2, 3)
+
+
+def loss_of(batch: torch.Tensor) -> torch.Tensor:
+    return batch.sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda module: trace(module.forward, X), "got a method, expected a Module: the first argument of trace"),
+        (lambda module: rematerialize(loss_of, X), "got a function, expected a Module: the first argument of remat"),
+        (lambda module: find_batch_size(loss_of, X, loss_of), "got a function, expected a Module: the one that loss_"),
+        (lambda module: profile(module, X), "got a Linear, expected a TracedModule: what trace returns"),
+        (lambda module: plan(module, 1 << 20), "got a Linear, expected a Graph: what profile returns"),
+        (lambda module: plan(trace(module, X), 1 << 20), "got a TracedModule, expected a Graph: what profile returns"),
+        (lambda module: simulate(module, "F0 B0"), "got a Linear, expected a Graph: what profile returns"),
+        (lambda module: simulate(profile(trace(module, X), X), "F0 B0"), r"got a str, expected a Schedule.*\.parse"),
+    ],
+)
+def test_something_else_is_refused(call: Callable[[nn.Module], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(nn.Linear(3, 3))
