@@ -97,6 +97,7 @@ def find_batch_size(
         What was found; `report.print_tables` shows it.
 
     Raises:
+        TypeError: It is no module.
         ValueError: An argument is wrong.
         InfeasibleBudgetError: Nothing fits; the module is as it was.
     """

@@ -42,6 +42,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModule:
 
     Raises:
         TraceError: The call is no single graph; names the line and the remedy.
+        TypeError: It is no module.
     """
     check_kind(module, nn.Module, "the first argument of trace, before the module's own inputs")
     return capture_call(module, args, kwargs)[0]

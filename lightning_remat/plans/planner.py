@@ -46,6 +46,7 @@ def plan(
         ValueError: No planner has that name, or the budget is no number.
         InfeasibleBudgetError: The planner cannot go as low; carries the lowest peak that it reaches.
         ScheduleError: A planner of the caller's returned an invalid schedule.
+        TypeError: It is no graph.
     """
     check_kind(graph, Graph, "what profile returns")
     name, function = planner_of(planner)

@@ -79,6 +79,7 @@ def profile(
         A graph with one node for each operation.
 
     Raises:
+        TypeError: Something else is given than what `trace` returned, as the module itself.
         ValueError: The inputs do not have the structure that was traced.
     """
     check_kind(traced, TracedModule, "what trace returns of a module and its inputs")

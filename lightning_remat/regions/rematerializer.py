@@ -104,6 +104,7 @@ def rematerialize(
     Raises:
         TraceError: Neither the module nor any part of it can be captured.
         InfeasibleBudgetError: The planner cannot go as low.
+        TypeError: It is no module.
         ValueError: A wrong budget, planner or plan. In each case the module is as it was.
     """
     check_kind(module, nn.Module, "the first argument of rematerialize, before the module's own inputs")

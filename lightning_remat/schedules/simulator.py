@@ -68,6 +68,7 @@ def simulate(
 
     Raises:
         ScheduleError: The schedule breaks a rule; the message marks the action.
+        TypeError: It is no graph, or no schedule.
     """
     check_kind(graph, Graph, "what profile returns")
     check_kind(schedule, Schedule, "that of a plan, or Schedule.parse of its text")
