@@ -42,4 +42,4 @@ def test_only_the_forward_is_captured_where_it_differentiates(monkeypatch: pytes
     assert rematerialize(ours, x, memory_budget="80%").num_recomputed
     assert_equal_traces(traces(plain, [x, x, x]), traces(ours, [x, x, x]))
     # Since torch 2.15 TorchDynamo leaves such a forward alone, and the submodule is captured by an entry of ours.
-    assert captured in ({__file__}, {dynamo.__file__})
+    assert captured == {dynamo.__file__ if torch.__version__ >= "2.15" else __file__}
