@@ -11,16 +11,10 @@ from torch.fx.node import map_arg
 
 from ..errors import MismatchError
 from ..operations.contexts import common_contexts
-from ..operations.evaluation import (
-    Differentiable,
-    compile_constant,
-    compile_operation,
-    effect_outputs,
-    only_written,
-    slots,
-)
+from ..operations.evaluation import compile_constant, compile_operation, effect_outputs, only_written, slots
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.indifferent import is_indifferent
+from ..operations.leaves import Differentiable
 from ..operations.operation import TracedModule
 from ..operations.synchronized import shares_statistics
 from ..plans.plan import Plan
@@ -95,12 +89,20 @@ def _compiled(
     again = {
         n for n, step in enumerate(steps) if step.is_plain_again and not any(steps[m].is_output for m in step.producers)
     }
-    # Of a tape that rests nothing is caught.
-    attended = frozenset(n for n in again if steps[n].operation.is_random or (n in taped and n not in rests.tapes))
+    attended = frozenset(again & taped - rests.tapes.keys())  # of a tape that rests nothing is caught
+    drawing = frozenset(n for n in again - attended if steps[n].operation.is_random)
     recorded = frozenset(n for n in again if steps[n].is_recorded_again)
     gathered = _gathered(lines.before, [n in hooked or n in announced for n in order.backwards])
     before = tuple(
-        stretches.of_backward(instructions, again, attended, lambda n: steps[n].external, hooked, recorded)
+        stretches.of_backward(
+            instructions,
+            again,
+            lambda n: steps[n].external,
+            hooked,
+            attended=attended,
+            drawing=drawing,
+            recorded=recorded,
+        )
         for instructions in gathered
     )
     return Program(
@@ -118,7 +120,8 @@ def _compiled(
         stretches=stretches.of_forward(
             forward,
             {n for n, step in enumerate(steps) if step.is_plain},
-            {n for n, step in enumerate(steps) if step.is_attended},
+            {n for n, step in enumerate(steps) if step.is_hooked or step.is_announced},
+            {n for n, step in enumerate(steps) if step.draws_only},
         ),
         backwards=order.backwards,
         before=before,
@@ -261,7 +264,7 @@ def _step(
         keeps_tape=keeps_tape,
         contexts=contexts,
         is_plain=not (is_output or kept or own_effects or contexts),
-        is_attended=is_hooked or is_announced or operation.is_random,
+        draws_only=operation.is_random and not (is_hooked or is_announced),
         is_plain_again=not (is_output or kept or contexts),
         is_recorded_again=is_taped or operation.is_random or not all(map(is_indifferent, operation.parts)),
         is_conditional=bool(external),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..module_state.ambient import Recomputing
-from ..module_state.random_state import Draws, Replay
-from ..operations.evaluation import Differentiable, ask_for_gradients
+from ..module_state.random_state import Draws
+from ..operations.leaves import Differentiable, ask_for_gradients
 from ..operations.saved_tensors import Likeness, likeness_of
 
 
@@ -47,21 +47,24 @@ class Attended:
         recorded: Of the first runs.
     """
 
-    __slots__ = ("_caught", "_hooks", "_is_caught", "_is_running", "_recorded", "_replayed", "_settings")
+    __slots__ = ("_caught", "_draws", "_hooks", "_is_caught", "_is_running", "_recorded", "_settings")
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded, self._caught, self._settings = recorded, _Caught(), Recomputing(None)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._caught.pack, self._caught.__getitem__)
         self._is_running = self._is_caught = False
-        self._replayed: Replay | None = None
+        self._draws: Draws | None = None  # of the operation that runs
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._caught.clear()  # it holds the graph that holds the hook that holds it
-        if self._is_running:
-            self._stop(*error)
+        try:
+            self.drawn(has_failed=True)
+        finally:
+            if self._is_running:
+                self._stop(*error)
 
     def begin(self, n: int, *, with_tape: bool = True) -> None:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
@@ -70,10 +73,8 @@ class Attended:
             ask_for_gradients(recorded.values[slot], leaf)  # others around it may have made it without
         self._settings.__enter__()
         self._is_running = True
-        if (draws := recorded.draws.get(n)) is not None:
-            replayed = draws.replayed()
-            replayed.__enter__()
-            self._replayed = replayed
+        if n in recorded.draws:
+            self.draw(n)
         if with_tape and n in recorded.taped and n not in recorded.tapes:
             self._hooks.__enter__()
             self._is_caught = True
@@ -82,17 +83,28 @@ class Attended:
         """It has run."""
         is_caught = self._is_caught
         self._stop(None, None, None)
+        self.drawn()
         if is_caught:
             self._keep_tape(n)
 
+    def draw(self, n: int) -> None:
+        """Operation n draws what it drew in its first run; all that is wanted of one that does not begin here."""
+        draws = self._recorded.draws[n]
+        draws.begin_again()
+        self._draws = draws
+
+    def drawn(self, *, has_failed: bool = False) -> None:
+        """It has drawn."""
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            draws.end_again(has_failed=has_failed)
+
     def _stop(self, *error: Any) -> None:
-        replayed, is_caught = self._replayed, self._is_caught
-        self._is_running, self._is_caught, self._replayed = False, False, None
+        is_caught = self._is_caught
+        self._is_running = self._is_caught = False
         try:
             if is_caught:
                 self._hooks.__exit__(*error)
-            if replayed is not None:
-                replayed.__exit__(*error)
         finally:
             self._settings.__exit__(*error)
 

@@ -20,7 +20,7 @@ from ..capture.never_captured import never_captured
 from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
-from ..operations.evaluation import leaf_of
+from ..operations.leaves import leaf_of
 from ..operations.saved_tensors import (
     Geometry,
     Likeness,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..module_state.random_state import Draws, Source, drawn_from, generators_in_use
+from ..module_state.random_state import Draws, Source, drawn_from
 from ..operations.contexts import ContextStack
-from ..operations.evaluation import differentiable_in, leaf_of
+from ..operations.leaves import differentiable_in, leaf_of
 from ..operations.saved_tensors import (
     ExternalRef,
     OutputRef,
@@ -219,21 +219,24 @@ class _Forward:
             # Before it runs: what it writes in place may need gradients afterwards.
             found = (tensor for slot in step.inputs for tensor in differentiable_in(slot, self.values[slot]))
             execution.differentiable[n] = tuple(found)
-        if step.operation.is_random and not execution.kinds.is_fake:
-            self._begin_draws()
+        if step.operation.is_random:
+            self.draw(n)
         if step.is_hooked:
             execution.running = n
             self.hooks.__enter__()
 
-    def _begin_draws(self) -> None:
+    def draw(self, n: int) -> None:
+        """What operation n draws is noted from here on."""
         if self.generators is None:
-            self.generators = drawn_from(self.execution.kinds.devices)
-        generators_in_use.acquire()
-        try:
-            self.draws = Draws(self.generators)
-        except BaseException:
-            generators_in_use.release()
-            raise
+            kinds = self.execution.kinds
+            self.generators = [] if kinds.is_fake else drawn_from(kinds.devices)
+        self.draws = self.execution.draws[n] = Draws(self.generators)
+
+    def drawn(self) -> None:
+        """It has drawn."""
+        draws, self.draws = self.draws, None
+        if draws is not None:
+            draws.end()
 
     def end(self, n: int) -> None:
         """Operation n has run; its inputs and outputs are in the table."""
@@ -249,13 +252,7 @@ class _Forward:
         if execution.running is not None:
             self.hooks.__exit__(None, None, None)
             execution.running = None
-        if (draws := self.draws) is not None:
-            self.draws = None
-            try:
-                draws.end()
-            finally:
-                generators_in_use.release()
-            execution.draws[packing.operation] = draws
+        self.drawn()
         references, packing.references = packing.references, []
         return references
 

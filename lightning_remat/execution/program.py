@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..operations.contexts import Context
-from ..operations.evaluation import Differentiable, Run, Stretch
+from ..operations.evaluation import Run, Stretch
+from ..operations.leaves import Differentiable
 from ..operations.operation import Operation, TracedModule
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
@@ -66,8 +67,9 @@ class Step:
         is_taped: Whether its tape is discarded before its backward: else the references hold that.
         keeps_tape: Whether it is not discarded at once.
         contexts: Those in which all of it was recorded.
-        is_plain: Whether a first run is nothing but the call, within its beginning and end where it is attended.
-        is_attended: Whether the executor must know of the beginning and the end of a first run.
+        is_plain: Whether a first run is nothing but the call, within its beginning and end where the executor must know
+            of these: where it is hooked, announced, or draws random numbers.
+        draws_only: Whether it must know of that alone.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
         is_recorded_again: Whether a recomputation runs with gradients: for its tape, or lest other bits come out.
         is_conditional: Whether a recomputation must look at what it reads from outside.
@@ -91,7 +93,7 @@ class Step:
     keeps_tape: bool
     contexts: tuple[Context, ...]
     is_plain: bool
-    is_attended: bool
+    draws_only: bool
     is_plain_again: bool
     is_recorded_again: bool
     is_conditional: bool

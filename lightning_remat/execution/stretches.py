@@ -9,7 +9,8 @@ from itertools import groupby
 from torch import fx
 
 from ..operations.contexts import contexts_of
-from ..operations.evaluation import Differentiable, Item, OnValue, Stretch, TapeOf, WithGradients, compile_stretch
+from ..operations.evaluation import Item, OnValue, Stretch, TapeOf, WithGradients, compile_stretch
+from ..operations.leaves import Differentiable
 from ..operations.operation import TracedModule
 from .instructions import Do, Instruction
 from .resting import Rests
@@ -24,7 +25,7 @@ class Again:
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
-        attended: The operations of which more is wanted than their outputs, see `Attended`.
+        attended: The operations of which more is wanted than their outputs, see `Attended`; random numbers are more.
         hooked: The others of which the table must hold what else was saved.
     """
 
@@ -74,7 +75,11 @@ class Stretches:
         self._has_contexts = any(contexts_of(part) for operation in traced.operations for part in operation.parts)
 
     def of_forward(
-        self, forward: Iterable[Instruction], plain: Collection[int], attended: Collection[int]
+        self,
+        forward: Iterable[Instruction],
+        plain: Collection[int],
+        attended: Collection[int],
+        drawing: Collection[int],
     ) -> tuple[Stretch | Instruction, ...]:
         """The instructions of a forward in which nothing is watched.
 
@@ -85,12 +90,13 @@ class Stretches:
             forward: The instructions, one by one.
             plain: The operations whose first runs are nothing but their calls.
             attended: Those of them of which the executor must know the beginning and the end.
+            drawing: Those of which it must know that they draw random numbers.
         """
         found: list[Stretch | Instruction] = []
         for is_simple, group in groupby(forward, lambda i: _is_simple(i, Do.RUN, plain)):
             instructions = tuple(group)
             if is_simple and (not self._has_contexts or any(what is Do.RUN for what, _ in instructions)):
-                found.append(self.compiled(instructions, is_first=True, attended=attended))
+                found.append(self.compiled(instructions, is_first=True, attended=attended, drawing=drawing))
             else:
                 found += instructions
         return tuple(found)
@@ -99,19 +105,22 @@ class Stretches:
         self,
         before: Iterable[Instruction],
         plain: Collection[int],
-        attended: frozenset[int],
         external: Callable[[int], Iterable[int]],
         hooked: frozenset[int],
-        recorded: frozenset[int],
+        *,
+        attended: frozenset[int] = frozenset(),
+        drawing: frozenset[int] = frozenset(),
+        recorded: frozenset[int] = frozenset(),
     ) -> tuple[Part, ...]:
         """The instructions before a backward.
 
         Args:
             before: The instructions, one by one.
             plain: The operations whose recomputations are nothing but their calls.
-            attended: Those of them whose beginning and end the executor must know.
             external: The slots of what an operation reads from outside.
             hooked: The operations of which autograd gets references.
+            attended: Those that run again whose beginning and end the executor must know.
+            drawing: Those of which it must know that they draw random numbers.
             recorded: Those that run again with gradients.
         """
         found: list[Part] = []
@@ -122,12 +131,11 @@ class Stretches:
                 made = {p for n in again for p in self._outputs(n)}
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
                 reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
-                watched = attended.intersection(again)
+                watched = (attended | drawing).intersection(again)
+                run = self.compiled(instructions, is_first=False, attended=attended, drawing=drawing, recorded=recorded)
                 found.append(
                     Again(
-                        self.compiled(
-                            instructions, is_first=False, attended=watched, recorded=recorded.intersection(again)
-                        ),
+                        run,
                         instructions,
                         tuple(set(reads) - {self.slot_of[p] for p in made}),
                         tuple({slot for n in again for slot in external(n)}),
@@ -151,9 +159,10 @@ class Stretches:
         *,
         is_first: bool,
         attended: Collection[int] = (),
+        drawing: Collection[int] = (),
         recorded: Collection[int] = (),
     ) -> Stretch:
-        """Instructions as one function; see `compile_stretch`."""
+        """Instructions as one function; see `compile_stretch`. Of the operations some need not be among them."""
         items: list[Item] = []
         for what, n in instructions:
             if what is Do.COMPUTE:
@@ -173,15 +182,20 @@ class Stretches:
                 items += [OnValue(self.slot_of[output], tensor.filling) for tensor in self.rests.filled[n]]
             else:
                 items.append(self.traced.operations[n])
-        numbers = {self.traced.operations[n].name: n for n in attended}
-        tapes = self.rests.tapes
+        operations, tapes = self.traced.operations, self.rests.tapes
+        run = {n for what, n in instructions if what in (Do.RUN, Do.RUN_AGAIN)}
         with_gradients = {
-            self.traced.operations[n].name: WithGradients(
-                n, self.differentiable, tapes[n].filling if n in tapes else None
-            )
-            for n in recorded
+            operations[n].name: WithGradients(n, self.differentiable, tapes[n].filling if n in tapes else None)
+            for n in run.intersection(recorded)
         }
-        return compile_stretch(items, self.slot_of, is_first=is_first, attended=numbers, with_gradients=with_gradients)
+        return compile_stretch(
+            items,
+            self.slot_of,
+            is_first=is_first,
+            attended={operations[n].name: n for n in run.intersection(attended)},
+            drawing={operations[n].name: n for n in run.intersection(drawing)},
+            with_gradients=with_gradients,
+        )
 
 
 _SIMPLE = frozenset({Do.COMPUTE, Do.DROP, Do.DROP_TAPE, Do.REST, Do.FILL, Do.REST_TAPE})

@@ -72,69 +72,62 @@ def drawn_from(devices: Iterable[torch.device]) -> list[Source]:
 
 
 class Draws:
-    """The random numbers of one run of an operation.
+    """The random numbers of one run of an operation, and of runs that draw them again.
+
+    Each run has the generators for itself until it has ended. Their methods are called around very many operations, so
+    that they are no contexts.
 
     Args:
-        sources: The generators that it may use.
+        sources: The generators that the first run, which begins now, may use.
     """
 
-    __slots__ = ("_after", "_before", "_sources")
+    __slots__ = ("_before", "_drawn", "_now", "_sources")
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        self._before = [source.read() for source in sources]
-        self._after: list[Any] = []
-
-    def end(self) -> None:
-        """The run has ended."""
-        self._after = [source.read() for source in self._sources]
-
-    def replayed(self) -> Replay:
-        """Draws the same numbers inside, and goes on from where the generators stood afterwards.
-
-        Raises:
-            RuntimeError: The run inside drew others.
-        """
-        runs = [*zip(self._sources, self._before, self._after, strict=True)]
-        if len(runs) > 1:  # to set a single one costs less than to find out whether it has drawn
-            runs = [(source, before, after) for source, before, after in runs if not source.same(before, after)]
-        return Replay(runs)
-
-
-class Replay:
-    """A context in which random generators draw what they drew before; written out, as it is entered very often.
-
-    Args:
-        runs: The generators, each with its states before and after.
-    """
-
-    __slots__ = ("_now", "_runs")
-
-    def __init__(self, runs: Sequence[tuple[Source, Any, Any]]) -> None:
-        self._runs = runs
         self._now: list[Any] = []
-
-    def __enter__(self) -> None:
-        """Sets them to where they stood before."""
+        self._drawn: list[tuple[Source, Any, Any]] = []  # with the states before and after
         generators_in_use.acquire()
         try:
-            self._now = [source.read() for source, _, _ in self._runs]
-            for source, before, _ in self._runs:
-                source.write(before)
+            self._before = [source.read() for source in sources]
         except BaseException:
-            self._end()
+            generators_in_use.release()
             raise
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Puts them back to where they stood when it was entered.
+    def end(self) -> None:
+        """The first run has ended."""
+        sources, before = self._sources, self._before
+        try:
+            self._drawn = [(source, state, source.read()) for source, state in zip(sources, before, strict=True)]
+        finally:
+            generators_in_use.release()
+
+    def begin_again(self) -> None:
+        """Sets the generators to where they stood before the first run."""
+        if len(self._drawn) > 1:  # to set a single one costs less than to find out whether it has drawn
+            self._drawn = [(s, before, after) for s, before, after in self._drawn if not s.same(before, after)]
+        generators_in_use.acquire()
+        try:
+            self._now = [source.read() for source, _, _ in self._drawn]
+            for source, before, _ in self._drawn:
+                source.write(before)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def end_again(self, *, has_failed: bool = False) -> None:
+        """Puts them back to where they stood when that run began.
+
+        Args:
+            has_failed: Whether it ended with an error: then it need not have drawn everything.
 
         Raises:
-            RuntimeError: They have drawn other numbers.
+            RuntimeError: It has drawn other numbers.
         """
         try:
-            differ = [] if failed else [s.name for s, _, after in self._runs if not s.same(s.read(), after)]
+            differ = [] if has_failed else [s.name for s, _, after in self._drawn if not s.same(s.read(), after)]
         finally:
-            self._end()
+            self._put_back()
         if differ:
             raise RuntimeError(
                 f"a recomputation drew other random numbers from {', '.join(differ)} than the first run: another "
@@ -142,10 +135,11 @@ class Replay:
                 "a generator of its own in the other thread, or leave the operation out of the rewritten modules"
             )
 
-    def _end(self) -> None:
+    def _put_back(self) -> None:
+        now, self._now = self._now, []
         try:
-            for (source, _, _), now in zip(self._runs, self._now, strict=False):  # none, if reading them failed
-                source.write(now)
+            for (source, _, _), state in zip(self._drawn, now, strict=False):  # none, if reading them failed
+                source.write(state)
         finally:
             generators_in_use.release()
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, fx
-from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch import fx
 from torch.nn.functional import batch_norm
-from torch.utils._pytree import tree_map_only
 
 from ..module_state.ambient import set_grad_enabled
-from .contexts import Context, common_contexts, contexts_of
+from .contexts import Context, common_contexts
+from .leaves import Differentiable, ask_for_gradients, leaf_of
+from .lines import Writer
 from .operation import Operation, TracedModule
-from .saved_tensors import tensors_of
 
 
 class Values(Protocol):
@@ -30,11 +28,18 @@ Run = Callable[[Values], tuple[Any, ...]]
 
 
 class Attendant(Protocol):
-    """Is told when an operation begins of which more than its outputs is wanted, and when it has ended."""
+    """Is told when an operation begins of which more than its outputs is wanted, and when it has ended.
+
+    Of one that only draws random numbers by methods of their own, as these are many.
+    """
 
     def begin(self, n: int, /) -> None: ...
 
     def end(self, n: int, /) -> None: ...
+
+    def draw(self, n: int, /) -> None: ...
+
+    def drawn(self) -> None: ...
 
 
 class Stretch(Protocol):
@@ -82,8 +87,8 @@ class WithGradients:
 
     Attributes:
         number: That of the operation.
-        asking: By these numbers, what asks for gradients, see `Differentiable`: known once all have run for the first
-            time.
+        asking: By these numbers, what asks for gradients, see `Differentiable`: known, when the function runs, once all
+            have run for the first time; what is known when it is compiled stands in it.
         lines: What is done with what it made, while autograd holds what it saved.
     """
 
@@ -152,6 +157,7 @@ def compile_stretch(
     *,
     is_first: bool,
     attended: Mapping[str, int] = MappingProxyType({}),
+    drawing: Mapping[str, int] = MappingProxyType({}),
     with_gradients: Mapping[str, WithGradients] = MappingProxyType({}),
 ) -> Stretch:
     """One function for operations that run one after another, as fx makes one for a whole graph.
@@ -165,15 +171,18 @@ def compile_stretch(
         is_first: A first run has the effects too, and is run with gradients; a recomputation has none, is run without,
             and what it makes is cut from its graph.
         attended: The names of the operations whose beginning and end the attendant is told, and by what numbers.
+        drawing: Those of which it is told only that they draw.
         with_gradients: Those whose recomputations run with gradients. Of one that is attended, too, the attendant sees
             to that.
     """
     stretch = list(stretch)
-    watched = attended.keys() if is_first else attended.keys() | with_gradients.keys()
+    asking = [] if is_first else [name for name, graph in with_gradients.items() if graph.number not in graph.asking]
+    watched = attended.keys() | asking
     seen = {n for item in stretch if isinstance(item, Operation) and item.name in watched for n in _seen_by(item)}
     drops = ((_dropped(item), position) for position, item in enumerate(stretch))
     last_drop = {slot: position for slot, position in drops if slot is not None}
-    writer = _Writer(slot_of)
+    last_read = {slot: position for position, item in enumerate(stretch) for slot in _read(item, slot_of)}
+    writer = Writer(slot_of)
     body: list[str] = []
     for position, item in enumerate(stretch):
         if isinstance(item, int):
@@ -190,9 +199,9 @@ def compile_stretch(
         if not is_first and isinstance(item, Operation):
             parts = [p for p in parts if p not in item.effects]
             writer.scratch = only_written(item)
-        number = attended.get(item.name) if isinstance(item, Operation) else None
-        graph = with_gradients.get(item.name) if isinstance(item, Operation) and not is_first else None
-        begin, end = _around(writer, number, graph)
+        number, draws = attended.get(item.name), drawing.get(item.name)
+        graph = None if is_first else with_gradients.get(item.name)
+        begin, end = _around(writer, number, draws, graph)
         body += begin
         body += [line for part in parts for line in writer.lines(part)]
         temporary = [writer.locals.pop(p) for p in parts if p not in outputs]
@@ -201,7 +210,9 @@ def compile_stretch(
         if graph is not None and graph.lines is not None:
             body += graph.lines(writer.constant, writer.locals[outputs[0]])
         if not is_first and (number is not None or graph is not None):
-            body += [*_without_doubles(writer, outputs), *end]
+            made = [slot_of[n] for n in outputs]
+            is_read = any(last_drop.get(k, -1) < position or last_read.get(k, -1) > position for k in made)
+            body += [*_without_doubles(writer, outputs, is_read=is_read), *end]
             continue
         if is_first and isinstance(item, Operation) and item.is_dead_end:
             body += writer.cutting(outputs)
@@ -217,22 +228,38 @@ def _dropped(item: Item) -> int | None:
     return item if isinstance(item, int) else None
 
 
-def _around(writer: _Writer, number: int | None, graph: WithGradients | None) -> tuple[Iterable[str], Iterable[str]]:
+def _read(item: Item, slot_of: Mapping[fx.Node, int]) -> Iterable[int]:
+    """The slots that are read for an item of a stretch."""
+    if isinstance(item, OnValue):
+        return [item.slot]
+    parts = item.parts if isinstance(item, Operation) else [item] if isinstance(item, fx.Node) else []
+    return [slot_of[i] for part in parts for i in part.all_input_nodes if i in slot_of]
+
+
+def _around(
+    writer: Writer, number: int | None, draws: int | None, graph: WithGradients | None
+) -> tuple[list[str], list[str]]:
     """The lines before an operation, and those after it."""
     if number is not None:
         return [f"attendant.begin({number})"], [f"attendant.end({number})"]
+    before, after = ([], []) if draws is None else ([f"attendant.draw({draws})"], ["attendant.drawn()"])
     if graph is None:
-        return [], []
+        return before, after
     asking, ask, switch = map(writer.constant, (graph.asking, ask_for_gradients, set_grad_enabled))
-    before = [f"for slot, leaf in {asking}.get({graph.number}, ()): {ask}(v[slot], leaf)", f"{switch}(True)"]
-    return before, [f"{switch}(False)"]
+    if (known := graph.asking.get(graph.number)) is None:
+        asked = [f"for slot, leaf in {asking}.get({graph.number}, ()): {ask}(v[slot], leaf)"]
+    else:
+        named = [(writer.value_in(slot), leaf) for slot, leaf in known]
+        asked = [f"{value}.requires_grad_()" if leaf < 0 else f"{ask}({value}, {leaf})" for value, leaf in named]
+    return [*asked, f"{switch}(True)", *before], [*after, f"{switch}(False)"]
 
 
-def _without_doubles(writer: _Writer, outputs: Sequence[fx.Node]) -> Iterable[str]:
+def _without_doubles(writer: Writer, outputs: Sequence[fx.Node], *, is_read: bool) -> Iterable[str]:
     """Puts what a recomputation made into the table, unless it is there and the recomputation was for its tape."""
     if outputs:
         cut, found = writer.constant(leaf_of), [(writer.slot_of[n], writer.locals.pop(n)) for n in outputs]
-        yield f"if v[{found[0][0]}] is None: {'; '.join(f'v[{slot}] = {cut}({t})' for slot, t in found)}"
+        if is_read:
+            yield f"if v[{found[0][0]}] is None: {'; '.join(f'v[{slot}] = {cut}({t})' for slot, t in found)}"
         yield f"del {', '.join(t for _, t in found)}"
 
 
@@ -249,133 +276,9 @@ def _compiled(
     scratch: frozenset[fx.Node] = frozenset(),
     cut: Collection[fx.Node] = (),
 ) -> Run:
-    writer = _Writer(slot_of, len(common))
+    writer = Writer(slot_of, len(common))
     writer.scratch = scratch
     body = [line for part in parts for line in writer.lines(part)]
     body += writer.cutting(cut)
     returned = "".join(f"{writer.name_of(n)}, " for n in outputs)
     return writer.function([*body, f"return ({returned})"], f"operation {name}")
-
-
-class _Writer:
-    """Writes nodes as lines of Python; whatever is no plain number gets a name.
-
-    The outermost `depth` contexts of the nodes are entered already; in place of what is `scratch` stands new memory.
-    """
-
-    def __init__(self, slot_of: Mapping[fx.Node, int], depth: int = 0) -> None:
-        self.slot_of, self.depth = slot_of, depth
-        self.namespace: dict[str, Any] = {}
-        self.locals: dict[fx.Node, str] = {}
-        self.num_locals = 0
-        self.scratch: frozenset[fx.Node] = frozenset()
-        self.tabled: set[fx.Node] = set()  # of the local ones, what is in the table too
-
-    def function(self, body: list[str], name: str) -> Callable[..., Any]:
-        """The function of a table of values, of tapes and of an attendant that consists of these lines."""
-        source = "\n".join(["def run(v, tapes=None, attendant=None):", *(f"    {line}" for line in body)])
-        exec(compile(source, f"<{name}>", "exec"), self.namespace)
-        return self.namespace["run"]
-
-    def cutting(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The lines that cut local values from their graphs."""
-        cut = self.constant(leaf_of) if nodes else ""
-        return [f"{t} = {cut}({t})" for t in (self.locals[n] for n in nodes)]
-
-    def value_in(self, slot: int) -> str:
-        """The name of a value: a local one, or in the table."""
-        local = self._local_in(slot)
-        return f"v[{slot}]" if local is None else self.locals[local]
-
-    def noting(self, slot: int) -> list[str]:
-        """The line that tells the table of another local value, if it has the one before."""
-        local = self._local_in(slot)
-        return [f"v[{slot}] = {self.locals[local]}"] if local in self.tabled else []
-
-    def _local_in(self, slot: int) -> fx.Node | None:
-        return next((n for n in self.locals if self.slot_of.get(n) == slot), None)
-
-    def forget(self, slot: int) -> str:
-        """The line that lets go of a value."""
-        local = self._local_in(slot)
-        gone = [] if local is None else [f"del {self.locals.pop(local)}"]
-        return "; ".join(gone if local is not None and local not in self.tabled else [*gone, f"v[{slot}] = None"])
-
-    def lines(self, n: fx.Node) -> Iterable[str]:
-        """The call, within its contexts."""
-        args = [self.argument(a) for a in n.args]
-        kwargs = [f"**{{{key!r}: {self.argument(a)}}}" for key, a in n.kwargs.items()]  # `from` is a name too
-        if n.op == "call_method":
-            call = f"{args[0]}.{n.target}({', '.join([*args[1:], *kwargs])})"
-        else:
-            call = f"{self.constant(n.target)}({', '.join([*args, *kwargs])})"
-        name = self.locals[n] = f"t{self.num_locals}"
-        self.num_locals += 1
-        contexts = [f"{self.constant(c.enter)}()" for c in contexts_of(n)[self.depth :]]
-        if contexts:
-            yield f"with {', '.join(contexts)}: {name} = {call}"
-        else:
-            yield f"{name} = {call}"
-
-    def name_of(self, n: fx.Node) -> str:
-        """A node's value: of this function, or from outside."""
-        if n in self.scratch:
-            return f"{self.constant(torch.empty_like)}(v[{self.slot_of[n]}])"
-        return self.locals.get(n) or f"v[{self.slot_of[n]}]"
-
-    def argument(self, a: Any) -> str:
-        """An argument, which may be nested."""
-        if isinstance(a, fx.Node):
-            return self.name_of(a)
-        if type(a) in (tuple, torch.Size):
-            return f"({''.join(f'{self.argument(b)}, ' for b in a)})"
-        if type(a) in (list, immutable_list):
-            return f"[{''.join(f'{self.argument(b)}, ' for b in a)}]"
-        if type(a) in (dict, immutable_dict):
-            return "{" + "".join(f"{self.constant(k)}: {self.argument(b)}, " for k, b in a.items()) + "}"
-        if type(a) is slice:
-            s = cast(Any, a)
-            return f"slice({self.argument(s.start)}, {self.argument(s.stop)}, {self.argument(s.step)})"
-        if a is None or type(a) in (bool, int):
-            return repr(a)
-        return self.constant(a)
-
-    def constant(self, value: Any) -> str:
-        """A name for a value that the source cannot spell."""
-        name = f"c{len(self.namespace)}"
-        self.namespace[name] = value
-        return name
-
-
-def leaf_of(value: Any) -> Any:
-    """The value cut from its graph, asking for gradients where it did."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(True) if value.requires_grad else value.detach()
-    if value is None:
-        return None
-    if type(value) is tuple:  # as most operations return that return several
-        return tuple([leaf_of(item) for item in cast("tuple[Any, ...]", value)])
-    return tree_map_only(Tensor, leaf_of, value)
-
-
-def detached(value: Any) -> Any:
-    """The same value with every tensor cut from its autograd graph."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    return tree_map_only(Tensor, lambda t: t.detach(), value)
-
-
-Differentiable = tuple[int, int]
-"""A tensor that asks for gradients: its slot, and which of the tensors there it is, -1 for the value itself."""
-
-
-def differentiable_in(slot: int, value: Any) -> list[Differentiable]:
-    """What asks for gradients in a value."""
-    if isinstance(value, Tensor):
-        return [(slot, -1)] if value.requires_grad else []
-    return [(slot, leaf) for leaf, tensor in enumerate(tensors_of([value])) if tensor.requires_grad]
-
-
-def ask_for_gradients(value: Any, leaf: int) -> None:
-    """A tensor in a value asks for gradients from here on."""
-    (value if leaf < 0 else tensors_of([value])[leaf]).requires_grad_()

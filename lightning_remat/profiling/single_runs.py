@@ -20,10 +20,10 @@ from ..operations.evaluation import (
     compile_constant,
     compile_operation,
     compile_stretch,
-    detached,
     effect_outputs,
     slots,
 )
+from ..operations.leaves import detached
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Leaf, storage_keys, tensors_of
 from ..operations.synchronized import shares_statistics

@@ -19,7 +19,7 @@ from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again, LetGo
 from lightning_remat.lowering import lower_kept
 from lightning_remat.module_state.random_state import generators_in_use
-from lightning_remat.operations.evaluation import ask_for_gradients, differentiable_in
+from lightning_remat.operations.leaves import ask_for_gradients, differentiable_in
 from lightning_remat.operations.saved_tensors import tensors_of
 from lightning_remat.schedules.schedule import Schedule
 
