@@ -54,8 +54,7 @@ class Explanation:
         step = max(plan.plain.seconds, 1e-12)
         return "\n".join(
             [
-                f"{plan.planner}: peak {format_bytes(plan.peak_bytes)} of a budget of "
-                f"{format_bytes(plan.budget_bytes)} (plain {format_bytes(plan.plain.peak_bytes)}), "
+                f"{plan.planner}: {plan.memory_text}, "
                 f"+{_time(plan.simulation.recompute_seconds)}, {plan.recompute_overhead:.1%} of a step",
                 *self.decisions,
                 f"at most {self.gap:.1%} of a step above the optimum (no schedule here recomputes less than "

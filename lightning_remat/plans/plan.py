@@ -56,10 +56,15 @@ class Plan:
     def __repr__(self) -> str:
         """In one line; graph and schedule of a large network would fill pages."""
         return (
-            f"<Plan of {self.planner}: peak {format_bytes(self.peak_bytes)} of a budget of "
-            f"{format_bytes(self.budget_bytes)} (plain {format_bytes(self.plain.peak_bytes)}), {self.num_recomputed} "
-            f"recomputations of {len(self.graph.nodes)} operations, +{self.recompute_overhead:.1%} of a step>"
+            f"<Plan of {self.planner}: {self.memory_text}, {self.num_recomputed} recomputations of "
+            f"{len(self.graph.nodes)} operations, +{self.recompute_overhead:.1%} of a step>"
         )
+
+    @property
+    def memory_text(self) -> str:
+        """Its peak, its budget and the plain peak, for people."""
+        peak, budget, plain = map(format_bytes, (self.peak_bytes, self.budget_bytes, self.plain.peak_bytes))
+        return f"peak {peak} of a budget of {budget} (plain {plain})"
 
     @property
     def peak_bytes(self) -> int:

@@ -75,6 +75,7 @@ def test_of_a_tuple_that_is_read_as_a_whole_only_what_asked_for_gradients_asks_f
     assert differentiable_in(7, torch.zeros(2, requires_grad=True)) == [(7, -1)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["native_layer_norm.default", "bernoulli", "tanh.default"])
 def test_one_that_fails_leaves_nothing(kernel: str) -> None:
     plain, ours, x = networks()

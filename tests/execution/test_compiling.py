@@ -84,6 +84,7 @@ def test_what_brings_a_tape_or_draws_stays_as_it_is() -> None:
     assert not any("dropout" in name or "layer_norm" in name for name in compiled)
 
 
+@pytest.mark.slow
 def test_other_sizes_and_copies_train_on() -> None:
     plain, ours, x = blocks()
     compile_stretches(ours, backend=Counting())

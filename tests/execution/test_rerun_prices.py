@@ -16,6 +16,7 @@ from lightning_remat.execution.rerun_prices import RerunPrices, rerun_prices
 from lightning_remat.execution.rewriter import programs_in
 
 
+@pytest.mark.slow
 def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     told = RerunPrices(run=5e-6, stretch=2e-5, tape=4e-5, saved=3e-6)
 

@@ -64,6 +64,7 @@ def test_steps_are_the_same_in_every_bit(kind: type[nn.Module]) -> None:
     assert_equal_traces(traces(module, [X, X]), traces(ours, [X, X]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", ["90%", "80%"])
 def test_a_budget_below_what_plain_takes_is_kept(share: str) -> None:
     module = Choosing()

@@ -269,6 +269,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not differences(states[0], states[1])
 
 
+@pytest.mark.slow
 def test_command_line_builds_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train"])
     words = ["--trainer.callbacks=lightning_remat.Rematerialization", "--trainer.callbacks.memory_budget=85%"]

@@ -249,6 +249,7 @@ class OwnStep(Deep):
             optimizer_closure()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("factory", [SparseAndDense, WithOutdated, WithNewton, OwnStep])
 @pytest.mark.parametrize("batch_size", ["keep", pytest.param("auto", marks=pytest.mark.slow)])
 def test_optimizers(tmp_path: Path, factory: Any, batch_size: Any) -> None:
