@@ -120,8 +120,8 @@ def _compiled(
         stretches=stretches.of_forward(
             forward,
             {n for n, step in enumerate(steps) if step.is_plain},
-            {n for n, step in enumerate(steps) if step.is_hooked or step.is_announced},
-            {n for n, step in enumerate(steps) if step.draws_only},
+            hooked | announced,
+            {n for n, step in enumerate(steps) if step.operation.is_random} - hooked - announced,
         ),
         backwards=order.backwards,
         before=before,
@@ -264,7 +264,6 @@ def _step(
         keeps_tape=keeps_tape,
         contexts=contexts,
         is_plain=not (is_output or kept or own_effects or contexts),
-        draws_only=operation.is_random and not (is_hooked or is_announced),
         is_plain_again=not (is_output or kept or contexts),
         is_recorded_again=is_taped or operation.is_random or not all(map(is_indifferent, operation.parts)),
         is_conditional=bool(external),

@@ -69,7 +69,6 @@ class Step:
         contexts: Those in which all of it was recorded.
         is_plain: Whether a first run is nothing but the call, within its beginning and end where the executor must know
             of these: where it is hooked, announced, or draws random numbers.
-        draws_only: Whether it must know of that alone.
         is_plain_again: Whether a recomputation is, as long as what it reads from outside has not changed.
         is_recorded_again: Whether a recomputation runs with gradients: for its tape, or lest other bits come out.
         is_conditional: Whether a recomputation must look at what it reads from outside.
@@ -93,7 +92,6 @@ class Step:
     keeps_tape: bool
     contexts: tuple[Context, ...]
     is_plain: bool
-    draws_only: bool
     is_plain_again: bool
     is_recorded_again: bool
     is_conditional: bool

@@ -81,24 +81,22 @@ class Draws:
         sources: The generators that the first run, which begins now, may use.
     """
 
-    __slots__ = ("_before", "_drawn", "_now", "_sources")
+    __slots__ = ("_begun", "_drawn", "_now")
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
         self._now: list[Any] = []
         self._drawn: list[tuple[Source, Any, Any]] = []  # with the states before and after
         generators_in_use.acquire()
         try:
-            self._before = [source.read() for source in sources]
+            self._begun = [(source, source.read()) for source in sources]
         except BaseException:
             generators_in_use.release()
             raise
 
     def end(self) -> None:
         """The first run has ended."""
-        sources, before = self._sources, self._before
         try:
-            self._drawn = [(source, state, source.read()) for source, state in zip(sources, before, strict=True)]
+            self._drawn = [(source, before, source.read()) for source, before in self._begun]
         finally:
             generators_in_use.release()
 

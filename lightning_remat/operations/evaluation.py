@@ -163,7 +163,7 @@ def compile_stretch(
     """One function for operations that run one after another, as fx makes one for a whole graph.
 
     What is made and let go of within the stretch enters the table of values only where an operation sees it that is
-    attended, or runs again with gradients.
+    attended, or runs again with gradients and may ask for more than is known yet.
 
     Args:
         stretch: In order; slots and tapes of which nobody reads any more.
@@ -199,8 +199,9 @@ def compile_stretch(
         if not is_first and isinstance(item, Operation):
             parts = [p for p in parts if p not in item.effects]
             writer.scratch = only_written(item)
-        number, draws = attended.get(item.name), drawing.get(item.name)
-        graph = None if is_first else with_gradients.get(item.name)
+        name = item.name if isinstance(item, Operation) else ""  # that of a constant may be an operation's, too
+        number, draws = attended.get(name), drawing.get(name)
+        graph = None if is_first else with_gradients.get(name)
         begin, end = _around(writer, number, draws, graph)
         body += begin
         body += [line for part in parts for line in writer.lines(part)]
@@ -245,8 +246,9 @@ def _around(
     before, after = ([], []) if draws is None else ([f"attendant.draw({draws})"], ["attendant.drawn()"])
     if graph is None:
         return before, after
-    asking, ask, switch = map(writer.constant, (graph.asking, ask_for_gradients, set_grad_enabled))
+    ask, switch = map(writer.constant, (ask_for_gradients, set_grad_enabled))
     if (known := graph.asking.get(graph.number)) is None:
+        asking = writer.constant(graph.asking)
         asked = [f"for slot, leaf in {asking}.get({graph.number}, ()): {ask}(v[slot], leaf)"]
     else:
         named = [(writer.value_in(slot), leaf) for slot, leaf in known]

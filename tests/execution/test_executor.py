@@ -39,7 +39,7 @@ common = settings(
 )
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(90, marks=pytest.mark.slow)])
 def test_random_modules_under_random_schedules(examples: int) -> None:
     """The step equals plain autograd bit by bit, the meter agrees with the simulator, runs equal the schedule's."""
 

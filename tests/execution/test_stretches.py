@@ -23,6 +23,7 @@ from lightning_remat.execution.rewriter import programs_in
 from lightning_remat.execution.stretches import Again
 from lightning_remat.lowering import lower_kept
 from lightning_remat.module_state.random_state import generators_in_use
+from lightning_remat.operations.evaluation import compile_stretch, slots
 from lightning_remat.schedules.schedule import Schedule
 
 
@@ -265,3 +266,43 @@ def test_saved_items_of_discarded_tuples_are_found_at_a_glance(monkeypatch: pyte
     (program,) = programs_in(ours)
     assert len(program.learned) > 3
     assert not searched
+
+
+class Named(nn.Module):
+    """A size is computed under the name of an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, n = self.a(x), x.size(0) * 2
+        return torch.mul(h, h.sigmoid()).view(n, -1)
+
+
+class Noting(list[str]):
+    """Notes what it is told."""
+
+    def begin(self, n: int) -> None:
+        self.append(f"{n} begins")
+
+    def end(self, n: int) -> None:
+        self.append(f"{n} ends")
+
+    def draw(self, n: int) -> None:
+        self.append(f"{n} draws")
+
+    def drawn(self) -> None:
+        self.append("drawn")
+
+
+def test_a_number_with_the_name_of_an_operation_is_none() -> None:
+    traced = trace(Named(), torch.randn(6, 4))
+    (constant,), names = traced.constants, [operation.name for operation in traced.operations]
+    number, slot_of = names.index(constant.name), slots(traced)
+    stretch = compile_stretch(
+        [*traced.constants, traced.operations[number]], slot_of, is_first=True, attended={constant.name: number}
+    )
+    told = Noting()
+    stretch([torch.ones(4, 4)] * len(slot_of), {}, told)
+    assert told == [f"{number} begins", f"{number} ends"]
