@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -27,7 +28,7 @@ from .assembly import compile_schedule
 from .forward import run_forward
 from .program import Program
 
-_BLOCKS, _WIDTH = 40, 16
+_BLOCKS, _WIDTH = 20, 16
 _APART = 2
 """Blocks from one stretch to the next: right after one another they find the processor's caches warm, as in no step."""
 
@@ -93,7 +94,7 @@ def _measured() -> RerunPrices:
     values = [torch.ones(shape, dtype=torch.float32, device=HOST, requires_grad=True) for shape in shapes]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_transformer()), values, values)
     assert traced is not None
-    graph = profile_call(traced, values, values, repeats=5)
+    graph = profile_call(traced, values, values, with_kernels=False)
     count = len(graph.nodes)
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
@@ -132,15 +133,23 @@ def _undisturbed() -> Generator[None]:
     """Under none of the settings of the first that asks, as the prices serve all, and on one thread.
 
     Of tiny tensors several wait for one another, seconds long where other processes want the cores. OpenMP and MKL have
-    such a number for each thread of Python; only one that begins meanwhile would take this one.
+    such a number for each thread of Python; only one that begins meanwhile would take this one. A mode, as a default
+    device is one, is asked at each call of PyTorch's. What the process holds beside is searched for garbage as often as
+    it is large.
     """
-    before = torch.get_num_threads()
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     try:
-        with HOST, torch.autocast(HOST.type, enabled=False), torch.autograd.set_detect_anomaly(False):
+        with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunction())  # pyright: ignore[reportPrivateUsage]
+            stack.enter_context(torch.autocast(HOST.type, enabled=False))
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
             yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        if collects:
+            gc.enable()
 
 
 def _norms_in(node: Node) -> float:

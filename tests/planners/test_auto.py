@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from auto_cases import SMALL, budgets, convolutions, minimum
@@ -17,7 +18,7 @@ from lightning_remat.lowering import lower_kept
 from lightning_remat.planners._auto import constants
 from lightning_remat.planners._auto import front_search as auto_front
 from lightning_remat.planners._auto import portfolio as rivals
-from lightning_remat.planners._auto.front_search import front_of
+from lightning_remat.planners._auto.front_search import _front, front_of
 from lightning_remat.planners._auto.local_search import State
 from lightning_remat.planners._progress import SearchProgress
 from lightning_remat.planners.auto import plan_auto
@@ -103,7 +104,7 @@ def test_more_budget_is_never_slower(stretch_price: float) -> None:
 def test_the_search_is_deterministic() -> None:
     graph = convolutions(6)
     first = front_of(graph, SMALL)
-    front_of.cache_clear()
+    _front.cache_clear()
     second = front_of(graph, SMALL)
     assert (first.peaks, first.seconds) == (second.peaks, second.seconds)
 
@@ -139,7 +140,7 @@ def test_another_size_starts_from_what_was_found_at_the_first() -> None:
         graph,
         nodes=tuple(replace(n, output_bytes=n.output_bytes // 2, tape_bytes=n.tape_bytes // 2) for n in graph.nodes),
     )
-    front_of.cache_clear()
+    _front.cache_clear()
     first = front_of(graph, SMALL)
     assert front_of(graph, SMALL) is first
     second = front_of(small, SMALL, graph)
@@ -150,12 +151,26 @@ def test_another_size_starts_from_what_was_found_at_the_first() -> None:
         assert second.seconds[at] <= found.seconds + 1e-9
 
 
+def test_what_is_its_own_start_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, other = relu_chain(8), relu_chain(8, output_bytes=60)
+    searched: list[Graph] = []
+    monkeypatch.setattr(auto_front, "_search", lambda graph, *_: searched.append(graph) or Mock())
+    _front.cache_clear()
+    try:
+        own = front_of(graph, SMALL, graph)
+        assert front_of(other, SMALL, graph) is not own
+        assert front_of(graph, SMALL) is front_of(graph, SMALL, relu_chain(7)) is own
+    finally:
+        _front.cache_clear()
+    assert searched == [graph, other]
+
+
 def test_a_front_does_not_depend_on_what_was_planned_before() -> None:
     graph = relu_chain(12)
     other = relu_chain(12, output_bytes=60)
-    front_of.cache_clear()
+    _front.cache_clear()
     alone = front_of(graph, SMALL)
-    front_of.cache_clear()
+    _front.cache_clear()
     front_of(other, SMALL)
     after = front_of(graph, SMALL)
     assert (after.peaks, after.seconds) == (alone.peaks, alone.seconds)
@@ -165,9 +180,9 @@ def test_a_front_does_not_depend_on_what_was_planned_before() -> None:
 @pytest.mark.slow
 def test_threads_that_plan_at_once_find_what_one_finds_alone() -> None:
     graphs = [relu_chain(length) for length in (8, 9, 10, 11)]
-    front_of.cache_clear()
+    _front.cache_clear()
     alone = [front_of(graph, SMALL).peaks for graph in graphs]
-    front_of.cache_clear()
+    _front.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         at_once = list(pool.map(lambda graph: front_of(graph, SMALL).peaks, graphs * 2))
     assert at_once == alone * 2
@@ -249,18 +264,18 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
     assert lowest == error.value.minimum_bytes
     monkeypatch.setattr(constants, "DEEP_NODES", 10)
     monkeypatch.setattr(auto_front.FrontBuilder, "meet_rivals", lambda builder: builder._meet([]))
-    front_of.cache_clear()
+    _front.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_auto(graph, 0, effort=SMALL)
     assert error.value.minimum_bytes <= lowest
-    front_of.cache_clear()
+    _front.cache_clear()
 
 
 def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = convolutions()
     monkeypatch.setattr(constants, "DEEP_NODES", 10)
     monkeypatch.setattr(constants, "DEEPER_NODES", 12)
-    front_of.cache_clear()
+    _front.cache_clear()
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_rotor(graph, 0)
     lowest, plain = int(error.value.minimum_bytes), plan(graph, 1 << 40, "keep_all").peak_bytes
@@ -269,7 +284,7 @@ def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.Monkey
         ours, theirs = (simulate(graph, planner(graph, budget)) for planner in (small_auto, plan_rotor))
         assert ours.peak_bytes <= budget
         assert ours.seconds <= theirs.seconds
-    front_of.cache_clear()
+    _front.cache_clear()
 
 
 def small_auto(graph: Graph, budget_bytes: int) -> Schedule:

@@ -25,7 +25,6 @@ from .window_simulator import pack
 from .windows import windows_between, windows_of
 
 
-@lru_cache(maxsize=constants.MAX_FRONTS)
 def front_of(graph: Graph, effort: float = 1.0, like: Graph | None = None) -> Front:
     """All the trade-offs found between plain autograd and the lowest peak.
 
@@ -38,9 +37,13 @@ def front_of(graph: Graph, effort: float = 1.0, like: Graph | None = None) -> Fr
         like: The same operations at other costs (another batch size). What their search led to is where this one
             starts, which shortens it; their front is found first, if it is not at hand. Other operations are ignored.
     """
-    if like is None or like == graph or not _are_alike(like, graph):
-        return _search(graph, effort, None)
-    return _search(graph, effort, front_of(like, effort))
+    is_start = like is not None and like != graph and _are_alike(like, graph)
+    return _front(graph, effort, like if is_start else None)
+
+
+@lru_cache(maxsize=constants.MAX_FRONTS)
+def _front(graph: Graph, effort: float, like: Graph | None) -> Front:
+    return _search(graph, effort, None if like is None else _front(like, effort, None))
 
 
 def _are_alike(one: Graph, other: Graph) -> bool:
