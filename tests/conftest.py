@@ -27,7 +27,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes o
 if not torch.cuda.is_available():  # else whatever makes fake tensors looks for a driver each time, as Lightning has it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-logging.getLogger("torch.__trace").disabled = True  # TorchDynamo's structured log, which pytest would format and keep
+logging.getLogger("torch.__trace").handlers.clear()  # TorchDynamo's structured log, which is written for a handler
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

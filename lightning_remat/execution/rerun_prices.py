@@ -53,13 +53,14 @@ class RerunPrices(NamedTuple):
         stretch: Of a stretch of them, beside that.
         tape: Of one that brings its tape, or draws random numbers, beside that: as a layer norm does. One that saves
             more tensors than that asks for as much more, as each of them is caught.
-        saved: Of each tensor that an operation saves of whose saved tensors some are discarded.
+        hook: Of an operation of whose saved tensors some are discarded, however many it saves: that it is run apart
+            from its neighbours costs more than each hook.
     """
 
     run: float
     stretch: float
     tape: float
-    saved: float
+    hook: float
 
     def put_on(self, graph: Graph) -> Graph:
         """The graph with these prices."""
@@ -69,7 +70,7 @@ class RerunPrices(NamedTuple):
                 rerun_price=self.run + (self.tape if node.is_random else 0.0),
                 stretch_price=self.stretch,
                 tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape * _norms_in(node),
-                hook_price=self.saved * node.num_saved,
+                hook_price=self.hook if node.num_saved else 0.0,
             )
             for node in graph.nodes
         )
@@ -82,8 +83,8 @@ def rerun_prices() -> RerunPrices:
 
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
     recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks, and with several
-    blocks recomputed at once: what differs from the first, by how many runs, stretches, tapes and saved tensors, tells
-    the prices.
+    blocks recomputed at once: what differs from the first, by how many runs, stretches, tapes and hooked operations,
+    tells the prices.
     """
     with _undisturbed():
         return _measured()

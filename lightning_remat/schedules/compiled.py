@@ -20,17 +20,20 @@ Floats: TypeAlias = NDArray[np.float64]
 
 logger = logging.getLogger("lightning_remat")
 
+_OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}
+"""Nobody calls these from C: without the entries for that a twelfth less is compiled."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def njit(function: _Function) -> _Function:
     """The function, compiled; the machine code is kept on disk where there is a place for it. Its type is unchanged."""
-    return _kept(numba.njit(nogil=True)(function))
+    return _kept(numba.njit(**_OPTIONS)(function))
 
 
 def njit_numpy(function: _Function) -> _Function:
     """The same with numpy's word for a division by zero, which lets loops run on several numbers at once."""
-    return _kept(numba.njit(nogil=True, error_model="numpy")(function))
+    return _kept(numba.njit(**_OPTIONS, error_model="numpy")(function))
 
 
 class _Teller(event.Listener):
@@ -68,7 +71,7 @@ def _kept(compiled: Any) -> Any:
 @cache
 def _tell_of_compiling() -> None:
     """Of all functions together: one by one they are compiled as they are needed."""
-    logger.warning("lightning_remat compiles its planners, as always after it was installed: up to a minute, once")
+    logger.warning("lightning_remat compiles its planners, as always after it was installed: a minute or two, once")
 
 
 @cache
@@ -76,5 +79,5 @@ def _tell_of_no_cache() -> None:
     """Once: every compiled function is in the same case."""
     logger.warning(
         "neither the folder of lightning_remat nor the user's cache can be written to, so that every process compiles "
-        "its planners anew, which takes up to a minute. Remedy: set NUMBA_CACHE_DIR to a folder that can"
+        "its planners anew, which takes a minute or two. Remedy: set NUMBA_CACHE_DIR to a folder that can"
     )

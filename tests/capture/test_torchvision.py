@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = (
     "resnet18",
     "resnet50",
-    "resnet152",
     "densenet121",
     "googlenet",
     "inception_v3",

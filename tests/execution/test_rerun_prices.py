@@ -18,7 +18,7 @@ from lightning_remat.execution.rewriter import programs_in
 
 @pytest.mark.slow
 def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = RerunPrices(run=5e-6, stretch=2e-5, tape=4e-5, saved=3e-6)
+    told = RerunPrices(run=5e-6, stretch=2e-5, tape=4e-5, hook=3e-6)
 
     def seconds(program: Program, _: list[Any]) -> float:
         return simulate(told.put_on(program.graph), program.schedule).seconds
@@ -74,7 +74,7 @@ def test_settings_of_the_first_that_asks_are_not_in_them(monkeypatch: pytest.Mon
 def test_a_plan_knows_them() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.LayerNorm(8)) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, stretch, tape, saved = rerun_prices()
+    run, stretch, tape, hook = rerun_prices()
     assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
     seen: set[int] = set()
     runs = stretches = tapes = 0
@@ -96,8 +96,7 @@ def test_a_plan_knows_them() -> None:
     assert stretches
     assert program.hooked
     assert tapes
-    num_saved = sum(plan.graph.nodes[n].num_saved for n in program.hooked)
-    prices = runs * run + stretches * stretch + tapes * tape + num_saved * saved
+    prices = runs * run + stretches * stretch + tapes * tape + len(program.hooked) * hook
     assert plan.simulation.recompute_seconds == pytest.approx(own + prices)
 
 
@@ -107,10 +106,11 @@ def _again(plan: Plan) -> list[int]:
 
 
 def test_a_tape_costs_more_where_more_is_saved() -> None:
-    prices = RerunPrices(run=1.0, stretch=2.0, tape=3.0, saved=4.0)
+    prices = RerunPrices(run=1.0, stretch=2.0, tape=3.0, hook=4.0)
     norm = Node("norm", tape_bytes=8, num_saved=5)
-    nodes = (norm, replace(norm, num_saved=2), replace(norm, num_saved=15), replace(norm, is_random=True))
+    few, many, none = (replace(norm, num_saved=number) for number in (2, 15, 0))
+    nodes = (norm, few, many, replace(norm, is_random=True), replace(none, tape_bytes=0))
     priced = prices.put_on(Graph(nodes)).nodes
-    assert [node.tape_price for node in priced] == [3.0, 3.0, 9.0, 0.0]
-    assert [node.rerun_price for node in priced] == [1.0, 1.0, 1.0, 4.0]
-    assert [node.hook_price for node in priced] == [20.0, 8.0, 60.0, 20.0]
+    assert [node.tape_price for node in priced] == [3.0, 3.0, 9.0, 0.0, 0.0]
+    assert [node.rerun_price for node in priced] == [1.0, 1.0, 1.0, 4.0, 1.0]
+    assert [node.hook_price for node in priced] == [4.0, 4.0, 4.0, 4.0, 0.0]
