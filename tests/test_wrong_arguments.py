@@ -21,6 +21,14 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     [
         (lambda module: trace(module.forward, X), "got a method, expected a Module: the first argument of trace"),
         (lambda module: rematerialize(loss_of, X), "got a function, expected a Module: the first argument of remat"),
+        (
+            lambda module: rematerialize(module, X, "80%"),
+            r"Linear\.forward cannot.*'80%' as its input number 2.*budget='80%'",
+        ),
+        (
+            lambda module: rematerialize(module, X, 1 << 20),
+            r"1048576 as its input number 2: too many positional arguments",
+        ),
         (lambda module: find_batch_size(loss_of, X, loss_of), "got a function, expected a Module: the one that loss_"),
         (lambda module: profile(module, X), "got a Linear, expected a TracedModule: what trace returns"),
         (lambda module: plan(module, 1 << 20), "got a Linear, expected a Graph: what profile returns"),

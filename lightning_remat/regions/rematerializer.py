@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -104,10 +105,11 @@ def rematerialize(
     Raises:
         TraceError: Neither the module nor any part of it can be captured.
         InfeasibleBudgetError: The planner cannot go as low.
-        TypeError: It is no module.
+        TypeError: It is no module, or what is for this function was given as one of the module's inputs.
         ValueError: A wrong budget, planner or plan. In each case the module is as it was.
     """
     check_kind(module, nn.Module, "the first argument of rematerialize, before the module's own inputs")
+    _check_inputs(module, args, kwargs)
     planner_of(planner)
     if memory_budget is not None:
         check_budget(memory_budget)
@@ -222,6 +224,23 @@ def _log(module: nn.Module, plan: Plan, *, is_given: bool) -> None:
         does = f"recomputes {again} operations for {plan.recompute_overhead:.1%} more time"
     whose = "by the plan it was given" if is_given else ways.get(plan.rung, "")
     logger.info("%s", "\n  ".join([f"{name} {does} ({whose})", *plan.reasons]))
+
+
+def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a budget, or the name of a planner, that was given like an input of the module's own.
+
+    Raises:
+        TypeError: The last input is a number or a text, and the forward does not take so many.
+    """
+    if not args or not isinstance(args[-1], str | int | float):
+        return
+    try:
+        inspect.signature(module.forward, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__}.forward cannot be called with {args[-1]!r} as its input number {len(args)}: "
+            f"{error}. Remedy: give what is for rematerialize by name, as memory_budget={args[-1]!r}"
+        ) from None
 
 
 def _check_rewritable(module: nn.Module) -> None:
