@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
@@ -20,20 +20,20 @@ Floats: TypeAlias = NDArray[np.float64]
 
 logger = logging.getLogger("lightning_remat")
 
-_OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}
-"""Nobody calls these from C: without the entries for that a twelfth less is compiled."""
+_njit: Any = partial(cast(Any, numba).njit, nogil=True, no_cfunc_wrapper=True)
+"""Nobody calls these from C: without the entries for that, an option that the stubs do not know, less is compiled."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def njit(function: _Function) -> _Function:
     """The function, compiled; the machine code is kept on disk where there is a place for it. Its type is unchanged."""
-    return _kept(numba.njit(**_OPTIONS)(function))
+    return _kept(_njit()(function))
 
 
 def njit_numpy(function: _Function) -> _Function:
     """The same with numpy's word for a division by zero, which lets loops run on several numbers at once."""
-    return _kept(numba.njit(**_OPTIONS, error_model="numpy")(function))
+    return _kept(_njit(error_model="numpy")(function))
 
 
 class _Teller(event.Listener):
