@@ -27,7 +27,9 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # the processes o
 if not torch.cuda.is_available():  # else whatever makes fake tensors looks for a driver each time, as Lightning has it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-logging.getLogger("torch.__trace").handlers.clear()  # TorchDynamo's structured log, which is written for a handler
+_structured = logging.getLogger("torch.__trace")  # TorchDynamo's log, which is written where there is a handler
+_structured.disabled = True  # pytest would format and keep it
+_structured.handlers.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
