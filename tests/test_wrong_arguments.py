@@ -40,3 +40,10 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 def test_something_else_is_refused(call: Callable[[nn.Module], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call(nn.Linear(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_compiled_module_is_refused_as_such_whatever_its_inputs() -> None:
+    compiled = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"is a ScriptModule\. Remedy"):
+        rematerialize(compiled, X, 5)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit import ScriptModule
 
 from ..budget import Budget, check_budget, parse_budget
 from ..capture.tracer import trace, ways_of
@@ -232,8 +233,8 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         TypeError: The last input is a number or a text, and the forward does not take so many.
     """
-    if not args or not isinstance(args[-1], str | int | float):
-        return
+    if not args or not isinstance(args[-1], str | int | float) or isinstance(module, ScriptModule):
+        return  # Python knows no signature of what TorchScript has compiled
     try:
         inspect.signature(module.forward, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
