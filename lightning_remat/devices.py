@@ -139,7 +139,7 @@ def give_up_memory(storage: torch.UntypedStorage, error: str) -> None:
 def give_memory(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
     """What has given up its memory gets that of a storage, which has none then; where that cannot be, a copy of it."""
     if can_exchange_memory:
-        cast(Any, to)._swap_data_ptr_(storage)
+        to._swap_data_ptr_(storage)  # pyright: ignore
     else:
         copy_memory(storage, to)
 

@@ -44,7 +44,7 @@ class RestingTape:
         self.place, self._name, self._error = place, name, _read_too_early(name)
         read = ", ".join(f"made{route}" for route in routes)
         self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
-        self._holders: list[tuple[int, int]] | None = None  # when it goes to rest
+        self._holders: list[int] | None = None  # when it goes to rest
 
     def rest(self, values: list[Any], made: Any) -> None:
         """The tape of what an operation made gives up its memory, unless others hold it than did the first time.
@@ -58,14 +58,15 @@ class RestingTape:
         except AttributeError:  # no gradients flow to it this time
             return
         storages = [tensor.untyped_storage() for tensor in tensors]
-        holders = [*map(_holders_of, tensors, storages)]
+        holders = _holders_of(tensors, storages)
         if self._holders is None and all(storage.resizable() for storage in storages):
             self._holders = holders
         if holders == self._holders:
             values[self.place] = storages, [storage.nbytes() for storage in storages]
             for storage in storages:
                 give_up_memory(storage, self._error)
-            _show(tensors)
+            if num_dispatch_modes():
+                _show(tensors)
 
     def fill(self, values: list[Any], made: Any) -> None:
         """If it rests it gets the memory of the tape of a recomputation, which made these.
@@ -80,11 +81,11 @@ class RestingTape:
         again = [tensor.untyped_storage() for tensor in tensors]
         if (found := [storage.nbytes() for storage in again]) != sizes:
             raise _is_other(self._name, sizes, found)
-        fill = give_memory if [*map(_holders_of, tensors, again)] == self._holders else copy_memory
+        fill = give_memory if _holders_of(tensors, again) == self._holders else copy_memory
         for storage, other in zip(storages, again, strict=True):
             fill(other, storage)
-        _show(tensors)
         if num_dispatch_modes():
+            _show(tensors)
             _show(torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages)  # pyright: ignore
         values[self.place] = None
 
@@ -122,9 +123,10 @@ class RestingResult:
         # Memory that is lent to an array of numpy is not given up.
         if count == self._count and _num_holders(storage._cdata) == _HOLDERS and storage.resizable():  # pyright: ignore
             again = tensor.data  # with a version of its own: it may be written
-            values[self.place] = again, storage.nbytes()
+            values[self.place] = again, storage, storage.nbytes()
             give_up_memory(storage, self._error)
-            _show([tensor])
+            if num_dispatch_modes():
+                _show([tensor])
 
     def fill(self, values: list[Any], output: Tensor) -> Tensor:
         """If it rests it gets the memory of the output, which was made again, and stands for it.
@@ -134,18 +136,20 @@ class RestingResult:
         """
         if (noted := values[self.place]) is None:
             return output
-        tensor, size = cast("tuple[Tensor, int]", noted)
-        storage = output.untyped_storage()
+        tensor, storage, size = cast("tuple[Tensor, torch.UntypedStorage, int]", noted)
         if output.nbytes != tensor.nbytes:
             raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
-        is_free = storage.nbytes() == size and _num_holders(storage._cdata) == _HOLDERS_AGAIN  # pyright: ignore
+        again = output.untyped_storage()
+        is_free = again.nbytes() == size and _num_holders(again._cdata) == _HOLDERS_AGAIN  # pyright: ignore
         if not (is_free and output.stride() == tensor.stride()):
             again = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             output = again.copy_(output.detach()).requires_grad_(output.requires_grad)
-        give_memory(output.untyped_storage(), tensor.untyped_storage())
-        _show([output, tensor])
+            again = output.untyped_storage()
+        give_memory(again, storage)
+        if num_dispatch_modes():
+            _show([output, tensor])
         values[self.place] = None
-        return tensor.requires_grad_(output.requires_grad)
+        return tensor.requires_grad_() if output.requires_grad else tensor
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
         """`rest` as lines of a function whose table of values is `v`."""
@@ -170,13 +174,12 @@ def _is_other(name: str, sizes: list[int], found: list[int]) -> RuntimeError:
     )
 
 
-def _holders_of(tensor: Any, storage: Any) -> tuple[int, int]:
-    """How many hold a tensor, and how many its storage."""
-    return tensor._use_count(), _num_holders(storage._cdata)
+def _holders_of(tensors: list[Any], storages: list[Any]) -> list[int]:
+    """How many hold each of the tensors, and how many each of their storages."""
+    return [t._use_count() for t in tensors] + [_num_holders(s._cdata) for s in storages]
 
 
 def _show(tensors: Iterable[Tensor]) -> None:
     """Shows tensors whose storages have changed to modes such as meters, which look at what operations return."""
-    if num_dispatch_modes():
-        for tensor in tensors:
-            tensor.detach()
+    for tensor in tensors:
+        tensor.detach()
