@@ -51,8 +51,8 @@ class RerunPrices(NamedTuple):
     Attributes:
         run: Of one recomputation.
         stretch: Of a stretch of them, beside that.
-        tape: Of one that brings its tape, or draws random numbers, beside that: as a layer norm does. One that saves
-            more tensors than that asks for as much more, as each of them is caught.
+        tape: Of one that brings its tape, as a layer norm does, beside that; another asks for more or less, by how many
+            tensors it saves. One that draws random numbers asks for it (again) beside its tape.
         hook: Of an operation of whose saved tensors some are discarded, however many it saves: that it is run apart
             from its neighbours costs more than each hook.
     """
@@ -69,7 +69,7 @@ class RerunPrices(NamedTuple):
                 node,
                 rerun_price=self.run + (self.tape if node.is_random else 0.0),
                 stretch_price=self.stretch,
-                tape_price=0.0 if node.is_random or not node.tape_bytes else self.tape * _norms_in(node),
+                tape_price=self.tape * _norms_in(node) if node.tape_bytes else 0.0,
                 hook_price=self.hook if node.num_saved else 0.0,
             )
             for node in graph.nodes
@@ -154,10 +154,8 @@ def _undisturbed() -> Generator[None]:
 
 
 def _norms_in(node: Node) -> float:
-    """By how many layer norms' tapes its own counts, which need no hooks either where they can be reached."""
-    if node.is_tape_held:
-        return 1.0
-    return max(1.0, node.num_saved / _SAVED_BY_A_NORM)
+    """By how many layer norms' tapes its own counts: half of the price is for each tensor."""
+    return (1 + node.num_saved / _SAVED_BY_A_NORM) / 2
 
 
 def _count(graph: Graph, schedule: Schedule, price: int) -> float:

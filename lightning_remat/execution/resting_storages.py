@@ -17,7 +17,7 @@ from torch import Tensor
 from ..devices import copy_memory, give_memory, give_up_memory
 from ..module_state.ambient import num_dispatch_modes
 from ..operations.evaluation import Constant
-from ..operations.routes import Route
+from ..operations.routes import Route, reader_of
 
 _num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
 _hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
@@ -42,8 +42,7 @@ class RestingTape:
 
     def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
         self.place, self._name, self._error = place, name, _read_too_early(name)
-        read = ", ".join(f"made{route}" for route in routes)
-        self._tensors_of: Callable[[Any], list[Any]] = eval(f"lambda made: [{read}]")
+        self._tensors_of = reader_of(routes)
         self._holders: list[int] | None = None  # when it goes to rest
 
     def rest(self, values: list[Any], made: Any) -> None:
@@ -53,9 +52,7 @@ class RestingTape:
         """
         if _hooks_around(True) is not None:
             return
-        try:
-            tensors = self._tensors_of(made)
-        except AttributeError:  # no gradients flow to it this time
+        if (tensors := self._tensors_of(made)) is None:
             return
         storages = [tensor.untyped_storage() for tensor in tensors]
         holders = _holders_of(tensors, storages)
@@ -77,7 +74,7 @@ class RestingTape:
         if (noted := values[self.place]) is None:
             return
         storages, sizes = noted
-        tensors = self._tensors_of(made)
+        tensors = self._tensors_of(made) or []
         again = [tensor.untyped_storage() for tensor in tensors]
         if (found := [storage.nbytes() for storage in again]) != sizes:
             raise _is_other(self._name, sizes, found)

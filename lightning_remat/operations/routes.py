@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,20 @@ from torch.nn import functional
 from .operation import Operation
 from .saved_tensors import saved_values, storage_key
 
-Route = str
-"""What is written after a tensor to read another one, as `.grad_fn.next_functions[0][0]._saved_result`."""
+
+class Route(NamedTuple):
+    """The way from what an operation returned, by nodes of autograd's graph, to a tensor that the last one holds.
+
+    Attributes:
+        steps: What is written after one to read the next, as `.grad_fn`, `.next_functions[0][0]`.
+        kinds: The types of the nodes.
+        end: What is written after the last of them, as `._saved_result`.
+    """
+
+    steps: tuple[str, ...]
+    kinds: tuple[type, ...]
+    end: str
+
 
 _RECORDED_ALIKE = frozenset[Any](
     {
@@ -23,6 +35,7 @@ _RECORDED_ALIKE = frozenset[Any](
         *(functional.batch_norm, torch.batch_norm, functional.dropout, torch.dropout, functional.alpha_dropout),
         *(functional.relu, torch.relu, torch.relu_, "relu", "relu_", functional.leaky_relu, functional.elu),
         *(functional.silu, functional.hardtanh, functional.relu6, functional.hardswish),
+        functional.scaled_dot_product_attention,
     }
 )
 
@@ -30,7 +43,7 @@ _RECORDED_ALIKE = frozenset[Any](
 def is_recorded_alike(operation: Operation) -> bool:
     """Whether autograd records the same graph of an operation whatever the sizes, so that routes lead to the same.
 
-    Not so of attention, which chooses among kernels: a route would end elsewhere, even in another operation's graph.
+    Almost always so of attention: where it chooses another of its kernels, the nodes on the routes are of other kinds.
     """
     return all(part.target in _RECORDED_ALIKE for part in operation.parts if part not in operation.effects)
 
@@ -46,25 +59,53 @@ def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Rout
     """
     found: dict[int, Route] = {}
     seen: set[Any] = set()
-    waiting: deque[tuple[Any, Route]] = deque((t.grad_fn, f"{route}.grad_fn") for route, t in made.items())
+    waiting = deque[tuple[Any, Route]]((t.grad_fn, Route((f"{part}.grad_fn",), (), "")) for part, t in made.items())
     while waiting:
-        node, route = waiting.popleft()
+        node, (steps, kinds, _) = waiting.popleft()
         if node is None or node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
+        kinds = *kinds, cast(Any, type)(node)
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             for name, tensor in _saved_in(node):
                 if (key := storage_key(tensor)) is not None:
-                    found.setdefault(key, f"{route}.{name}")
-        waiting += [(next_, f"{route}.next_functions[{k}][0]") for k, (next_, _) in enumerate(node.next_functions)]
+                    found.setdefault(key, Route(steps, kinds, name))
+        for k, (following, _) in enumerate(node.next_functions):
+            waiting.append((following, Route((*steps, f".next_functions[{k}][0]"), kinds, "")))
     return found
 
 
-def _saved_in(node: Any) -> Iterator[tuple[Route, Tensor]]:
-    """The tensors that a node holds."""
+def reader_of(routes: Iterable[Route]) -> Callable[[Any], list[Tensor] | None]:
+    """What goes all the routes from what an operation returned, what they share once.
+
+    It answers None where a route leads elsewhere this time: no gradients are asked for, or the operation chose another
+    kernel.
+    """
+    namespace: dict[str, Any] = {}
+    names: dict[tuple[str, ...], str] = {}
+    lines: list[str] = []
+    ends: list[str] = []
+    for route in routes:
+        node = "made"
+        for k, (step, kind) in enumerate(zip(route.steps, route.kinds, strict=True), 1):
+            way = route.steps[:k]
+            if way not in names:
+                names[way] = f"n{len(names)}"
+                namespace[f"kind_of_{names[way]}"] = kind
+                lines.append(f"if type({names[way]} := {node}{step}) is not kind_of_{names[way]}: return None")
+            node = names[way]
+        ends.append(f"t{len(ends)}")
+        lines.append(f"if ({ends[-1]} := {node}{route.end}) is None: return None")
+    body = "".join(f"\n    {line}" for line in (*lines, f"return [{', '.join(ends)}]"))
+    exec(f"def read(made):{body}", namespace)
+    return namespace["read"]
+
+
+def _saved_in(node: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a node holds, by what is written after it to read each."""
     for name, value in saved_values(node):
         if isinstance(value, Tensor):
-            yield name, value
+            yield f".{name}", value
         elif isinstance(value, (list, tuple)):
             items = enumerate(cast("Sequence[Any]", value))
-            yield from ((f"{name}[{k}]", item) for k, item in items if isinstance(item, Tensor))
+            yield from ((f".{name}[{k}]", item) for k, item in items if isinstance(item, Tensor))

@@ -77,7 +77,8 @@ def test_a_plan_knows_them() -> None:
     run, stretch, tape, hook = rerun_prices()
     assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
     seen: set[int] = set()
-    runs = stretches = tapes = 0
+    runs = stretches = 0
+    tapes = 0.0  # in those of layer norms, which save five tensors
     taped: set[int] = set()
     is_running_again = False
     for kind, n in plan.schedule:
@@ -86,7 +87,7 @@ def test_a_plan_knows_them() -> None:
             runs, stretches = runs + is_again, stretches + (is_again and not is_running_again)
             is_running_again = is_again
             if kind == "F" and plan.graph.nodes[n].tape_bytes:
-                tapes += is_again and n not in taped
+                tapes += (is_again and n not in taped) * (1 + plan.graph.nodes[n].num_saved / 5) / 2
                 taped.add(n)
             seen.add(n)
         elif kind == "T":
@@ -111,6 +112,6 @@ def test_a_tape_costs_more_where_more_is_saved() -> None:
     few, many, none = (replace(norm, num_saved=number) for number in (2, 15, 0))
     nodes = (norm, few, many, replace(norm, is_random=True), replace(none, tape_bytes=0))
     priced = prices.put_on(Graph(nodes)).nodes
-    assert [node.tape_price for node in priced] == [3.0, 3.0, 9.0, 0.0, 0.0]
+    assert [node.tape_price for node in priced] == pytest.approx([3.0, 2.1, 6.0, 3.0, 0.0])
     assert [node.rerun_price for node in priced] == [1.0, 1.0, 1.0, 4.0, 1.0]
     assert [node.hook_price for node in priced] == [4.0, 4.0, 4.0, 4.0, 0.0]

@@ -12,17 +12,26 @@ import torch.nn.functional as F
 from resting_cases import Before, Between, assert_right_after_a_failed_fill, rested_tapes
 from rewriting import recomputing_copy
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from training_steps import assert_equal_traces, step_peak, traces
 from uses import same
 
 from lightning_remat import devices, profile, simulate, trace
 from lightning_remat.execution.resting_storages import RestingTape
 from lightning_remat.execution.rewriter import programs_in
+from lightning_remat.operations.routes import Route, reader_of
 from lightning_remat.schedules.compiled_simulator import Judge
 from lightning_remat.schedules.graph import Graph, Node
 from lightning_remat.schedules.schedule import Schedule
 
 X = torch.randn(4, 6)
+MEAN = Route((".grad_fn",), (type(F.layer_norm(X.clone().requires_grad_(), (6,)).grad_fn),), "._saved_result1")
+"""Of a layer norm."""
+
+
+def _attention(m: Any, x: Tensor, dropout: float) -> Tensor:
+    query, key, value = (t[:, None, None] for t in (m.a(x), m.b(x), x))
+    return m.c(F.scaled_dot_product_attention(query, key, value, None, dropout)[:, 0, 0])
 
 
 TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -30,6 +39,7 @@ TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "group norm": lambda m, x: m.c(F.group_norm(m.a(x), 2)),
     "batch norm": lambda m, x: m.c(F.batch_norm(m.a(x), None, None, training=True)),
     "dropout": lambda m, x: m.c(F.dropout(m.b(F.dropout(m.a(x), 0.5)), 0.3)),
+    "attention": lambda m, x: _attention(m, x, 0.5),
     "entropy": lambda m, x: m.c(F.cross_entropy(m.b(x), x.argmax(1), reduction="none")[:, None].expand(-1, 6)),
 }
 
@@ -41,6 +51,40 @@ def test_steps_are_the_plain_ones(name: str) -> None:
     ours = recomputing_copy(module, X)
     assert_equal_traces(traces(copy.deepcopy(module), batches), traces(ours, batches))
     assert rested_tapes(ours)
+
+
+@pytest.mark.parametrize("first", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+@pytest.mark.usefixtures("memory_changes_hands")
+def test_a_tape_of_another_kernel_than_was_learned_is_right(dropout: float, first: SDPBackend) -> None:
+    module = Before(lambda m, x: _attention(m, x, dropout))
+    kernels = [first, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, first]
+    with sdpa_kernel([first, SDPBackend.MATH]):
+        ours = recomputing_copy(module, X)
+    found: list[list[Tensor]] = []
+    for m in (module, ours):
+        torch.manual_seed(0)
+        made: list[Tensor] = []
+        for step, kernel in enumerate(kernels):
+            with sdpa_kernel([kernel, SDPBackend.MATH]):
+                loss = m(X + step).sum()
+            loss.backward()
+            made += [loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
+        found.append(made)
+    assert all(map(torch.equal, *found))
+    assert rested_tapes(ours) or first is SDPBackend.FLASH_ATTENTION
+
+
+def test_a_route_ends_where_it_did_or_nowhere() -> None:
+    read, x = reader_of([MEAN]), X.clone().requires_grad_()
+    made: Any = F.layer_norm(x, (6,))
+    (found,) = read(made) or [torch.empty(0)]
+    assert same(found, made.grad_fn._saved_result1)
+    for other in (F.group_norm(x, 2), x.relu(), x, F.layer_norm(X, (6,))):
+        assert read(other) is None
+    needs_no_other = reader_of([Route((".grad_fn",), (type((x * x).grad_fn),), "._saved_other")])
+    assert needs_no_other(x * x)
+    assert needs_no_other(X * x) is None  # what the gradient of X would read is not saved
 
 
 class Unrolled(nn.Module):
@@ -154,7 +198,7 @@ def test_a_step_that_failed_while_filling_leaves_the_next_one_right(monkeypatch:
 
 def test_a_recomputation_with_another_tape_is_an_error_that_names_the_operation() -> None:
     made = nn.functional.layer_norm(X.clone().requires_grad_(), (6,))
-    tape, values = RestingTape(0, "block.norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    tape, values = RestingTape(0, "block.norm", [MEAN]), list[Any]([None])
     tape.rest(values, made)
     other = nn.functional.layer_norm(torch.randn(5, 6, requires_grad=True), (6,))
     with pytest.raises(RuntimeError, match=r"block.norm saved other tensors .*of \[16\] bytes then, \[20\] now"):
@@ -164,7 +208,7 @@ def test_a_recomputation_with_another_tape_is_an_error_that_names_the_operation(
 
 
 def test_what_others_hold_than_did_the_first_time_stays() -> None:
-    tape, values = RestingTape(0, "norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    tape, values = RestingTape(0, "norm", [MEAN]), list[Any]([None])
     for is_held in (False, True):
         made = nn.functional.layer_norm(X.clone().requires_grad_(), (6,))
         held: Any = cast(Any, made.grad_fn)._saved_result1.view(-1) if is_held else None
@@ -177,7 +221,7 @@ def test_what_others_hold_than_did_the_first_time_stays() -> None:
 @pytest.mark.skipif(not devices.can_forbid_access, reason="in this build of PyTorch it is a null pointer")
 def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None:
     x = X.clone().requires_grad_()
-    tape, values = RestingTape(0, "block.norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    tape, values = RestingTape(0, "block.norm", [MEAN]), list[Any]([None])
     made = F.layer_norm(x, (6,))
     tape.rest(values, made)
     with pytest.raises(RuntimeError, match=r"what block.norm saved for its backward is read before it was made again"):
@@ -191,7 +235,7 @@ def test_who_reads_it_too_early_gets_an_error_that_names_the_operation() -> None
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_what_others_hold_of_a_recomputation_stays_theirs(is_held: bool) -> None:
-    tape, values = RestingTape(0, "norm", [".grad_fn._saved_result1"]), list[Any]([None])
+    tape, values = RestingTape(0, "norm", [MEAN]), list[Any]([None])
     made, again = (nn.functional.layer_norm(X.clone().requires_grad_(), (6,)) for _ in range(2))
     expected = cast(Any, made.grad_fn)._saved_result1.clone()
     tape.rest(values, made)
