@@ -154,7 +154,7 @@ def _undisturbed() -> Generator[None]:
 
 
 def _norms_in(node: Node) -> float:
-    """By how many layer norms' tapes its own counts: half of the price is for each tensor."""
+    """By how many layer norms' tapes its own counts: half of the price is the operation's, half its tensors'."""
     return (1 + node.num_saved / _SAVED_BY_A_NORM) / 2
 
 

@@ -62,8 +62,7 @@ class RestingTape:
             values[self.place] = storages, [storage.nbytes() for storage in storages]
             for storage in storages:
                 give_up_memory(storage, self._error)
-            if num_dispatch_modes():
-                _show(tensors)
+            _show(tensors)
 
     def fill(self, values: list[Any], made: Any) -> None:
         """If it rests it gets the memory of the tape of a recomputation, which made these.
@@ -81,8 +80,8 @@ class RestingTape:
         fill = give_memory if _holders_of(tensors, again) == self._holders else copy_memory
         for storage, other in zip(storages, again, strict=True):
             fill(other, storage)
+        _show(tensors)
         if num_dispatch_modes():
-            _show(tensors)
             _show(torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages)  # pyright: ignore
         values[self.place] = None
 
@@ -122,8 +121,7 @@ class RestingResult:
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage, storage.nbytes()
             give_up_memory(storage, self._error)
-            if num_dispatch_modes():
-                _show([tensor])
+            _show([tensor])
 
     def fill(self, values: list[Any], output: Tensor) -> Tensor:
         """If it rests it gets the memory of the output, which was made again, and stands for it.
@@ -139,12 +137,11 @@ class RestingResult:
         again = output.untyped_storage()
         is_free = again.nbytes() == size and _num_holders(again._cdata) == _HOLDERS_AGAIN  # pyright: ignore
         if not (is_free and output.stride() == tensor.stride()):
-            again = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            output = again.copy_(output.detach()).requires_grad_(output.requires_grad)
+            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            output = copy.copy_(output.detach()).requires_grad_(output.requires_grad)
             again = output.untyped_storage()
         give_memory(again, storage)
-        if num_dispatch_modes():
-            _show([output, tensor])
+        _show([output, tensor])
         values[self.place] = None
         return tensor.requires_grad_() if output.requires_grad else tensor
 
@@ -178,5 +175,6 @@ def _holders_of(tensors: list[Any], storages: list[Any]) -> list[int]:
 
 def _show(tensors: Iterable[Tensor]) -> None:
     """Shows tensors whose storages have changed to modes such as meters, which look at what operations return."""
-    for tensor in tensors:
-        tensor.detach()
+    if num_dispatch_modes():
+        for tensor in tensors:
+            tensor.detach()

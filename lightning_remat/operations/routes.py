@@ -59,19 +59,21 @@ def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Rout
     """
     found: dict[int, Route] = {}
     seen: set[Any] = set()
-    waiting = deque[tuple[Any, Route]]((t.grad_fn, Route((f"{part}.grad_fn",), (), "")) for part, t in made.items())
+    waiting = deque[tuple[Any, tuple[str, ...], tuple[type, ...]]](
+        (t.grad_fn, (f"{part}.grad_fn",), ()) for part, t in made.items()
+    )
     while waiting:
-        node, (steps, kinds, _) = waiting.popleft()
+        node, steps, kinds = waiting.popleft()
         if node is None or node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
         kinds = *kinds, cast(Any, type)(node)
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
-            for name, tensor in _saved_in(node):
+            for end, tensor in _saved_in(node):
                 if (key := storage_key(tensor)) is not None:
-                    found.setdefault(key, Route(steps, kinds, name))
+                    found.setdefault(key, Route(steps, kinds, end))
         for k, (following, _) in enumerate(node.next_functions):
-            waiting.append((following, Route((*steps, f".next_functions[{k}][0]"), kinds, "")))
+            waiting.append((following, (*steps, f".next_functions[{k}][0]"), kinds))
     return found
 
 

@@ -71,7 +71,7 @@ def test_a_tape_of_another_kernel_than_was_learned_is_right(dropout: float, firs
             loss.backward()
             made += [loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
         found.append(made)
-    assert all(map(torch.equal, *found))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert rested_tapes(ours) or first is SDPBackend.FLASH_ATTENTION
 
 
