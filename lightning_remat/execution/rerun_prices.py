@@ -41,8 +41,8 @@ _ROUNDS, _MOST_ROUNDS = 20, 80
 _AGREE = 0.03
 """By what part of a step earlier and later rounds may differ; all prices together are a fifth of one or more."""
 
-_SAVED_BY_A_NORM = 5
-"""Tensors: its input, weight, bias, mean and deviation."""
+_STORAGES_OF_A_NORM = 2
+"""Its mean and its deviation."""
 
 
 class RerunPrices(NamedTuple):
@@ -52,7 +52,7 @@ class RerunPrices(NamedTuple):
         run: Of one recomputation.
         stretch: Of a stretch of them, beside that.
         tape: Of one that brings its tape, as a layer norm does, beside that; another asks for more or less, by how many
-            tensors it saves. One that draws random numbers asks for it (again) beside its tape.
+            storages it is in. One that draws random numbers asks for it (again) beside its tape.
         hook: Of an operation of whose saved tensors some are discarded, however many it saves: that it is run apart
             from its neighbours costs more than each hook.
     """
@@ -154,8 +154,8 @@ def _undisturbed() -> Generator[None]:
 
 
 def _norms_in(node: Node) -> float:
-    """By how many layer norms' tapes its own counts: half of the price is the operation's, half its tensors'."""
-    return (1 + node.num_saved / _SAVED_BY_A_NORM) / 2
+    """By how many layer norms' tapes its own counts: half of the price is the operation's, half its storages'."""
+    return (1 + node.num_tape_storages / _STORAGES_OF_A_NORM) / 2
 
 
 def _count(graph: Graph, schedule: Schedule, price: int) -> float:

@@ -192,7 +192,8 @@ class _Profiler:
         made_bytes = storage_bytes(leaves, read)
         # Who keeps views of inputs beside other results keeps those inputs alive: counted, as if they were copies.
         output_bytes = made_bytes if operation.view_of is not None else storage_bytes(leaves, self.runs.external)
-        tape_bytes = storage_bytes(tape, read | {key for leaf in self.runs.leaves[n] if (key := leaf.key) is not None})
+        others = read | {key for leaf in self.runs.leaves[n] if (key := leaf.key) is not None}
+        tape_bytes = storage_bytes(tape, others)
         held, is_tape_held = self._held(n, inputs, sources, tape)
         node = Node(
             name=operation.name,
@@ -211,6 +212,7 @@ class _Profiler:
             shares_gradient=(),
             num_outputs=max(1, len(leaves)),
             num_saved=len(store.tensors),
+            num_tape_storages=len(storage_keys(tape) - others),
         )
         del leaves, tape
         backward_seconds = 0.0

@@ -63,6 +63,7 @@ class Node:
             own, as both sides of an addition do. None stands for what is viewed, which is right for a reshape.
         num_outputs: Tensors in the output; a tuple's gradient is held element by element, not summed.
         num_saved: Tensors that autograd saves for its backward, wherever they belong.
+        num_tape_storages: Storages that its tape is in.
         input_gradient_bytes: Bytes of gradients of the graph's inputs that appear with its backward, to stay.
         backward_release_bytes: By how much the peak of its backward is lower where its own output and tape are
             discarded right after it: several operations run as one let go of them on the way.
@@ -94,6 +95,7 @@ class Node:
     shares_gradient: tuple[int, ...] | None = None
     num_outputs: int = 1
     num_saved: int = 0
+    num_tape_storages: int = 0
     input_gradient_bytes: int = field(default=0, metadata=_BYTES)
     backward_release_bytes: int = field(default=0, metadata=_BYTES)
     backward_shared_bytes: int = field(default=0, metadata=_BYTES)

@@ -78,7 +78,8 @@ def test_a_plan_knows_them() -> None:
     assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
     seen: set[int] = set()
     runs = stretches = 0
-    tapes = 0.0  # in those of layer norms, which save five tensors
+    assert {node.kind: node.num_tape_storages for node in plan.graph.nodes}["layer_norm"] == 2
+    tapes = 0.0  # in those of layer norms, which are a mean and a deviation
     taped: set[int] = set()
     is_running_again = False
     for kind, n in plan.schedule:
@@ -87,7 +88,7 @@ def test_a_plan_knows_them() -> None:
             runs, stretches = runs + is_again, stretches + (is_again and not is_running_again)
             is_running_again = is_again
             if kind == "F" and plan.graph.nodes[n].tape_bytes:
-                tapes += (is_again and n not in taped) * (1 + plan.graph.nodes[n].num_saved / 5) / 2
+                tapes += (is_again and n not in taped) * (1 + plan.graph.nodes[n].num_tape_storages / 2) / 2
                 taped.add(n)
             seen.add(n)
         elif kind == "T":
@@ -106,12 +107,13 @@ def _again(plan: Plan) -> list[int]:
     return [n for k, n in enumerate(runs) if n in runs[:k]]
 
 
-def test_a_tape_costs_more_where_more_is_saved() -> None:
+def test_a_tape_costs_more_where_it_is_in_more_storages() -> None:
     prices = RerunPrices(run=1.0, stretch=2.0, tape=3.0, hook=4.0)
-    norm = Node("norm", tape_bytes=8, num_saved=5)
-    few, many, none = (replace(norm, num_saved=number) for number in (2, 15, 0))
-    nodes = (norm, few, many, replace(norm, is_random=True), replace(none, tape_bytes=0))
+    norm = Node("norm", tape_bytes=8, num_saved=5, num_tape_storages=2)
+    few, many = (replace(norm, num_tape_storages=number) for number in (1, 6))
+    nothing = replace(norm, tape_bytes=0, num_saved=0, num_tape_storages=0)
+    nodes = (norm, few, many, replace(norm, is_random=True), nothing)
     priced = prices.put_on(Graph(nodes)).nodes
-    assert [node.tape_price for node in priced] == pytest.approx([3.0, 2.1, 6.0, 3.0, 0.0])
+    assert [node.tape_price for node in priced] == pytest.approx([3.0, 2.25, 6.0, 3.0, 0.0])
     assert [node.rerun_price for node in priced] == [1.0, 1.0, 1.0, 4.0, 1.0]
     assert [node.hook_price for node in priced] == [4.0, 4.0, 4.0, 4.0, 0.0]
