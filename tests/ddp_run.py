@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_ranks
+from known_prices import assume_prices
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from remat_runs import Classifier, Images, Peaks, Reader, network, run, seeded
@@ -41,6 +43,7 @@ class Sharded(Classifier):
 
 def main(folder: Path) -> None:
     """All runs by one process a rank, whose start takes longer than the runs."""
+    assume_prices()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     fit(folder, "plain")
@@ -153,4 +156,4 @@ def trainer_rank() -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_ranks(2, lambda _: main(Path(sys.argv[1])))

@@ -1,15 +1,16 @@
-"""One rank of two on the CPU, started by test_distributed.py: a plain and a rewritten run, compared bit by bit."""
+"""Two processes on the CPU, started by test_distributed.py: a plain and a rewritten run, compared bit by bit."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
+from known_prices import assume_prices
 from rewriting import rewrite
 from sharded_nets import counted
 from synchronized_kernels import HostSyncBatchNorm
@@ -169,13 +170,14 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank: int) -> None:
+    assume_prices()
+    dist.init_process_group("gloo", rank=rank, world_size=2)
     for name, run in RUNS.items():
         run()
-        print(name, "ok", flush=True)
+        print(f"{name} ok\n", end="", flush=True)  # in one piece, as both write to the same
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    run_ranks(2, main)

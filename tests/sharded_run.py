@@ -1,4 +1,4 @@
-"""One rank of sharded runs on the CPU, started by test_sharded.py: plain FSDP2 and ours, compared bit by bit."""
+"""Sharded runs on the CPU, started by test_sharded.py: plain FSDP2 and ours, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
+from known_prices import assume_prices
 from sharded_fits import FITS, one_fails, one_runs_out
 from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
 from torch import Tensor, nn
@@ -178,8 +180,8 @@ RUNS: dict[str, Callable[[], None]] = {
 
 
 def four(folder: Path, rank: int) -> None:
-    """Four processes, started by the test."""
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=4)
+    """One of four processes."""
+    dist.init_process_group("gloo", rank=rank, world_size=4)
     compare()
     compare(reshard_after_forward=2)
     gathers_as_planned()
@@ -188,23 +190,26 @@ def four(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    if sys.argv[2:3] == ["four"]:
-        four(folder, int(sys.argv[3]))
-        return
-    if sys.argv[2:] in (["fails"], ["runs_out"]):
-        (one_fails if sys.argv[2] == "fails" else one_runs_out)(folder)
-        return
+def two(folder: Path, rank: int) -> None:
+    """One of two processes, which run one thing after another."""
     fits = {name: partial(fit, folder) for name, fit in FITS.items()}
     done: list[str] = []
     for name, run in (fits | RUNS).items():  # the first begins the group of processes
         run()
         done.append(name)
-        (folder / f"done-{dist.get_rank()}").write_text("\n".join(done))
+        (folder / f"done-{rank}").write_text("\n".join(done))
     dist.destroy_process_group()
 
 
+def main(folder: Path, what: str) -> None:
+    assume_prices()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if what in ("fails", "runs_out"):
+        run_ranks(2, lambda _: (one_fails if what == "fails" else one_runs_out)(folder))
+    else:
+        run_ranks(4 if what == "four" else 2, partial(four if what == "four" else two, folder))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
