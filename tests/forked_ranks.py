@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Callable
+
+PATIENCE_SECONDS = 60
+"""How long others may take to end after the first; then they are stopped."""
 
 
 def run_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
@@ -15,23 +19,25 @@ def run_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
     have run before that starts threads.
 
     Raises:
-        SystemExit: Another process has failed, after the first is done.
+        SystemExit: Another process has failed.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    others = list[int]()
-    for rank in range(1, num_ranks):
-        if (process := os.fork()) == 0:
-            os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
-            run(rank)
-            sys.exit()
-        others.append(process)
-    os.environ |= {"LOCAL_RANK": "0", "RANK": "0"}
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=_run, args=(rank, run), daemon=True) for rank in range(1, num_ranks)]
+    for process in others:
+        process.start()
     try:
-        run(0)
+        _run(0, run)
     finally:
-        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in others]
-    if any(codes):
-        sys.exit(f"exit codes of the other processes: {codes}")
+        for process in others:
+            process.join(PATIENCE_SECONDS)
+    if codes := [process.exitcode for process in others if process.exitcode != 0]:
+        sys.exit(f"other processes have ended with {codes}")
+
+
+def _run(rank: int, run: Callable[[int], None]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
+    run(rank)
