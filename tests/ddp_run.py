@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from forked_ranks import run_ranks
-from known_prices import assume_prices
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from remat_runs import Classifier, Images, Peaks, Reader, network, run, seeded
@@ -43,7 +42,6 @@ class Sharded(Classifier):
 
 def main(folder: Path) -> None:
     """All runs by one process a rank, whose start takes longer than the runs."""
-    assume_prices()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     fit(folder, "plain")
@@ -156,4 +154,4 @@ def trainer_rank() -> int:
 
 
 if __name__ == "__main__":
-    run_ranks(2, lambda _: main(Path(sys.argv[1])))
+    run_ranks(2, partial(main, Path(sys.argv[1])))

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from known_prices import assume_prices
 from sharded_fits import FITS, one_fails, one_runs_out
 from sharded_nets import FEATURES, HALF, SAMPLES, Transformer, assert_same, counted, shard
 from torch import Tensor, nn
@@ -179,36 +178,42 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-def four(folder: Path, rank: int) -> None:
+def four(folder: Path) -> None:
     """One of four processes."""
-    dist.init_process_group("gloo", rank=rank, world_size=4)
+    dist.init_process_group("gloo")
     compare()
     compare(reshard_after_forward=2)
     gathers_as_planned()
     predicts()
-    (folder / f"done-{rank}").write_text("all")
+    (folder / f"done-{dist.get_rank()}").write_text("all")
     dist.destroy_process_group()
 
 
-def two(folder: Path, rank: int) -> None:
+def two(folder: Path) -> None:
     """One of two processes, which run one thing after another."""
     fits = {name: partial(fit, folder) for name, fit in FITS.items()}
     done: list[str] = []
     for name, run in (fits | RUNS).items():  # the first begins the group of processes
         run()
         done.append(name)
-        (folder / f"done-{rank}").write_text("\n".join(done))
+        (folder / f"done-{dist.get_rank()}").write_text("\n".join(done))
     dist.destroy_process_group()
 
 
+GROUPS: dict[str, tuple[int, Callable[[Path], None]]] = {
+    "two": (2, two),
+    "four": (4, four),
+    "fails": (2, one_fails),
+    "runs_out": (2, one_runs_out),
+}
+"""How many processes, and what each does."""
+
+
 def main(folder: Path, what: str) -> None:
-    assume_prices()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    if what in ("fails", "runs_out"):
-        run_ranks(2, lambda _: (one_fails if what == "fails" else one_runs_out)(folder))
-    else:
-        run_ranks(4 if what == "four" else 2, partial(four if what == "four" else two, folder))
+    num_ranks, run = GROUPS[what]
+    run_ranks(num_ranks, partial(run, folder))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ common = settings(
 )
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(90, marks=pytest.mark.slow)])
 def test_random_modules_under_random_schedules(examples: int) -> None:
     """The step equals plain autograd bit by bit, the meter agrees with the simulator, runs equal the schedule's."""
 
@@ -88,7 +88,7 @@ class Cells(nn.Module):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(common, max_examples=40)
+@settings(common, max_examples=60)
 def test_hooks_are_priced_where_they_are_set(data: st.DataObject) -> None:
     module = data.draw(st.one_of(modules(), st.builds(Cells)))
     x = torch.randn(64, module.width)

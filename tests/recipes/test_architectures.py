@@ -12,6 +12,7 @@ from remat_recipes.networks.zoo import ARCHITECTURES, Architecture
 
 QUICK = ("mobilenet_v3_small", "nn.LSTM")
 SLOW = (
+    "shufflenet_v2_x1_0",
     "test_nfnet",
     "edgenext_xx_small",
     "levit_128s",
