@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import operator
+import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -38,7 +39,7 @@ _LONG = 2
 _ROUNDS, _MOST_ROUNDS = 20, 80
 """How many come at a time, and in all."""
 
-_AGREE = 0.03
+_AGREE = 0.02
 """By what part of a step earlier and later rounds may differ; all prices together are a fifth of one or more."""
 
 _STORAGES_OF_A_NORM = 2
@@ -84,7 +85,8 @@ def rerun_prices() -> RerunPrices:
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
     recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks, and with several
     blocks recomputed at once: what differs from the first, by how many runs, stretches, tapes and hooked operations,
-    tells the prices.
+    tells the prices. All of it in parts of that step, as measured then and as profiled, since a machine is not equally
+    fast in both.
     """
     with _undisturbed():
         return _measured()
@@ -105,28 +107,33 @@ def _measured() -> RerunPrices:
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
     for program in programs * 2:
         _seconds(program, values)  # what is learned in a first run, and in one in which something rests
-    fastest = _fastest([partial(_seconds, program, values) for program in programs])
-    more = [seconds - fastest[0] for seconds in fastest[1:]]
-    own = [sum(graph.nodes[n].forward_seconds for n in runs) for runs in again[1:]]
+    step, ratios = _compared([partial(_seconds, program, values) for program in programs])
+    profiled = simulate(graph, schedules[0]).seconds
+    own = [sum(graph.nodes[n].forward_seconds for n in runs) / profiled for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in range(len(RerunPrices._fields))] for schedule in schedules]
-    prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), np.array(more) - np.array(own))[0].tolist()
+    beside = step * (np.array(ratios[1:]) - 1 - np.array(own))
+    prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), beside)[0].tolist()
     return RerunPrices(*prices)
 
 
-def _fastest(contenders: Sequence[Callable[[], float]]) -> list[float]:
-    """The least seconds of each, in turn, as often as it takes until later rounds tell what earlier ones did.
+def _compared(contenders: Sequence[Callable[[], float]]) -> tuple[float, list[float]]:
+    """The least seconds of the first, and how many times as long each takes within a round, by the median.
 
-    Of a machine that others use, too, some minutes are slow, and single contenders may find none that is not. The
-    least, as of the operations themselves: differences within a round scatter twice as much.
+    Rounds go on until later ones tell what earlier ones did. Of a machine that others use, too, some minutes are slow,
+    for all in turn, and single contenders may find none that is not: their least seconds scatter twice as much.
     """
     rounds = list[list[float]]()
     while True:
         rounds += [[seconds() for seconds in contenders] for _ in range(_ROUNDS)]
         halves = rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]
-        earlier, later = ([min(seconds) for seconds in zip(*half, strict=True)] for half in halves)
-        is_same = all(max(a, b) <= min(a, b) * (1 + _AGREE) for a, b in zip(earlier, later, strict=True))
+        is_same = all(abs(a - b) <= _AGREE for a, b in zip(*map(_ratios, halves), strict=True))
         if (is_same and len(rounds) > _ROUNDS) or len(rounds) >= _MOST_ROUNDS:
-            return [*map(min, earlier, later)]
+            return min(first for first, *_ in rounds), _ratios(rounds)
+
+
+def _ratios(rounds: Iterable[Sequence[float]]) -> list[float]:
+    """Of the seconds in each round to those of the first in it, the medians."""
+    return [statistics.median(of_one) for of_one in zip(*([s / row[0] for s in row] for row in rounds), strict=True)]
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_they_are_measured_once() -> None:
     [
         (0, 2 * calibration._ROUNDS),
         (1, 2 * calibration._ROUNDS),
-        (calibration._ROUNDS + 1, 3 * calibration._ROUNDS),  # until the earlier half is past them
+        (calibration._ROUNDS + 1, calibration._MOST_ROUNDS),  # until most are past them
         (calibration._MOST_ROUNDS, calibration._MOST_ROUNDS),
     ],
 )
@@ -47,9 +47,22 @@ def test_rounds_go_on_until_a_slow_minute_is_over(slow_rounds: int, rounds: int)
         done.append(len(done))
         return 4.0 - len(done) / calibration._MOST_ROUNDS if done[-1] < slow_rounds else 1.0
 
-    found = calibration._fastest([lambda: 3.0, disturbed])
+    step, (first, other) = calibration._compared([lambda: 2.0, disturbed])
     assert len(done) == rounds
-    assert found == [3.0, 1.0 if slow_rounds < rounds else 3.0]
+    assert (step, first) == (2.0, 1.0)
+    assert other == 0.5 if slow_rounds < rounds else 1.5 < other < 2.0
+
+
+def test_minutes_that_are_slow_for_all_contenders_change_nothing() -> None:
+    speeds = iter([0.5] * (2 * calibration._ROUNDS - 3) + [1.0] * 3)
+    speed = [1.0]
+
+    def first() -> float:
+        speed[0] = next(speeds)
+        return 2.0 / speed[0]
+
+    assert calibration._compared([first, lambda: 3.0 / speed[0]]) == (2.0, [1.0, 1.5])
+    assert not list(speeds)
 
 
 @pytest.mark.slow
