@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rewriting import recomputing_copy, rewrite
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from uses import same
 
 from lightning_remat import profile, trace
@@ -74,7 +75,8 @@ def assert_right_after_a_failed_fill(module: nn.Module, x: Tensor, kind: type, m
 
     with monkeypatch.context() as patched:
         patched.setattr(kind, "fill", fails)
-        with pytest.raises(MemoryError, match="full"):
+        # Under a mode, as what is there almost always is filled by lines of the compiled function.
+        with FlopCounterMode(display=False), pytest.raises(MemoryError, match="full"):
             loss.backward(retain_graph=True)
     for backward in (loss.backward, lambda: ours(x).backward()):  # that begins anew
         ours.zero_grad()

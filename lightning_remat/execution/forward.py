@@ -336,8 +336,9 @@ class _Forward:
         step = self.program.steps[n]
         is_part = step.operation.view_of is not None
         before = [t.grad_fn for t in tensors_of(self.values[i] for i in step.inputs)] if is_part else []
-        own = [t for t in leaves if (node := t.grad_fn) is not None and all(node is not other for other in before)]
-        self.keeper.hear_of(n, own, is_output=step.is_output)
+        # One tensor for each node, which runs all of their hooks whichever of them get gradients.
+        own = {node: t for t in leaves if (node := t.grad_fn) is not None and node not in before}
+        self.keeper.hear_of(n, own.values(), is_output=step.is_output)
 
     def _sleep(self, n: int) -> None:
         """Discards an output where the forward computes some again: those tensors sleep, to be filled again.

@@ -39,7 +39,7 @@ _LONG = 2
 _ROUNDS, _MOST_ROUNDS = 20, 80
 """How many come at a time, and in all."""
 
-_AGREE = 0.02
+_AGREE = 0.03
 """By what part of a step earlier and later rounds may differ; all prices together are a fifth of one or more."""
 
 _STORAGES_OF_A_NORM = 2
@@ -51,6 +51,7 @@ class RerunPrices(NamedTuple):
 
     Attributes:
         run: Of one recomputation.
+        rest: Of one whose output some backward reads, beside that: it gives up its memory and gets it again.
         stretch: Of a stretch of them, beside that.
         tape: Of one that brings its tape, as a layer norm does, beside that; another asks for more or less, by how many
             storages it is in. One that draws random numbers asks for it (again) beside its tape.
@@ -59,21 +60,23 @@ class RerunPrices(NamedTuple):
     """
 
     run: float
+    rest: float
     stretch: float
     tape: float
     hook: float
 
     def put_on(self, graph: Graph) -> Graph:
         """The graph with these prices."""
+        read = {i for node in graph.nodes for i in node.saved}
         nodes = (
             replace(
                 node,
-                rerun_price=self.run + (self.tape if node.is_random else 0.0),
+                rerun_price=self.run + self.rest * (n in read) + self.tape * node.is_random,
                 stretch_price=self.stretch,
                 tape_price=self.tape * _norms_in(node) if node.tape_bytes else 0.0,
                 hook_price=self.hook if node.num_saved else 0.0,
             )
-            for node in graph.nodes
+            for n, node in enumerate(graph.nodes)
         )
         return replace(graph, nodes=tuple(nodes))
 
@@ -83,9 +86,9 @@ def rerun_prices() -> RerunPrices:
     """What the executor adds to the operations that it runs again, which is the host's work whatever the device.
 
     Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
-    recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks, and with several
-    blocks recomputed at once: what differs from the first, by how many runs, stretches, tapes and hooked operations,
-    tells the prices. All of it in parts of that step, as measured then and as profiled, since a machine is not equally
+    recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks, with several of
+    which all outputs rest, and with several blocks recomputed at once: what differs from the first, by how many of each
+    there are, tells the prices. All in parts of that step, as measured and as profiled, since a machine is not equally
     fast in both.
     """
     with _undisturbed():
@@ -102,7 +105,8 @@ def _measured() -> RerunPrices:
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
     at_once = [n for start in starts[::_LONG] for n in range(start, start + _LONG * size)]
-    again = [[], *([start + place for start in starts] for place in (_NORM, _PROJECTION, _ACTIVATION)), at_once]
+    some = [_NORM], [_PROJECTION], [_ACTIVATION], range(size - _RESULTS, size)
+    again = [[], *([start + n for start in starts for n in places] for places in some), at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
     for program in programs * 2:
@@ -110,7 +114,7 @@ def _measured() -> RerunPrices:
     step, ratios = _compared([partial(_seconds, program, values) for program in programs])
     profiled = simulate(graph, schedules[0]).seconds
     own = [sum(graph.nodes[n].forward_seconds for n in runs) / profiled for runs in again[1:]]
-    counts = [[_count(graph, schedule, price) for price in range(len(RerunPrices._fields))] for schedule in schedules]
+    counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules]
     beside = step * (np.array(ratios[1:]) - 1 - np.array(own))
     prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), beside)[0].tolist()
     return RerunPrices(*prices)
@@ -165,12 +169,14 @@ def _norms_in(node: Node) -> float:
     return (1 + node.num_tape_storages / _STORAGES_OF_A_NORM) / 2
 
 
-def _count(graph: Graph, schedule: Schedule, price: int) -> float:
+def _count(graph: Graph, schedule: Schedule, price: str) -> float:
     """How often a schedule pays a price."""
     free = dict.fromkeys(fields_in("seconds", Node), 0.0)
     graph = replace(graph, nodes=tuple(replace(node, **free) for node in graph.nodes))
-    return simulate(RerunPrices(*(float(k == price) for k in range(4))).put_on(graph), schedule).recompute_seconds
+    return simulate(_FREE._replace(**{price: 1.0}).put_on(graph), schedule).recompute_seconds
 
+
+_FREE = RerunPrices(*(0.0 for _ in RerunPrices._fields))
 
 _NOTHING = nn.Identity()
 """The module of a graph that was written down and captured nowhere."""
@@ -179,6 +185,9 @@ _NOTHING = nn.Identity()
 _PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH), (_WIDTH,)] * 4)
 _NORM, _PROJECTION, _ACTIVATION = 0, 1, 3
 """Their places among the operations of a block: a layer norm, a projection that a GELU reads, a sigmoid."""
+
+_RESULTS = 4
+"""How many of the last, one after the other, save what they return."""
 
 
 def _transformer() -> fx.GraphModule:
@@ -192,6 +201,8 @@ def _transformer() -> fx.GraphModule:
         inner = graph.call_method("view", (inner, (_WIDTH, _WIDTH)))  # an output of which there are views needs hooks
         for down in zip(downs[::2], downs[1::2], strict=True):
             h = graph.call_function(operator.add, (h, graph.call_function(nn.functional.linear, (inner, *down))))
+        for _ in range(_RESULTS):
+            h = graph.call_function(torch.tanh, (h,))
     graph.output((h,))
     return fx.GraphModule({}, graph)
 

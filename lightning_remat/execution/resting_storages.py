@@ -17,9 +17,8 @@ from torch import Tensor
 from ..devices import copy_memory, give_memory, give_up_memory
 from ..module_state.ambient import num_dispatch_modes
 from ..operations.evaluation import Constant
-from ..operations.routes import Route, reader_of
+from ..operations.routes import Found, Route, num_holders, reader_of
 
-_num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
 _hooks_around = cast("Callable[[bool], Any]", torch._C._autograd._top_saved_tensors_default_hooks)  # pyright: ignore
 
 _HOLDERS = 3
@@ -27,6 +26,9 @@ _HOLDERS = 3
 
 _HOLDERS_AGAIN = 2
 """Of that of a result which was made again and is nobody's yet: the tensor, and who asks."""
+
+
+_NOTHING = Found([], [], [], [])
 
 
 class RestingTape:
@@ -38,11 +40,11 @@ class RestingTape:
         routes: To a tensor in each of its storages.
     """
 
-    __slots__ = ("_error", "_holders", "_name", "_tensors_of", "place")
+    __slots__ = ("_error", "_holders", "_name", "_read", "place")
 
     def __init__(self, place: int, name: str, routes: Iterable[Route]) -> None:
         self.place, self._name, self._error = place, name, _read_too_early(name)
-        self._tensors_of = reader_of(routes)
+        self._read = reader_of(routes)
         self._holders: list[int] | None = None  # when it goes to rest
 
     def rest(self, values: list[Any], made: Any) -> None:
@@ -52,14 +54,13 @@ class RestingTape:
         """
         if _hooks_around(True) is not None:
             return
-        if (tensors := self._tensors_of(made)) is None:
+        if (found := self._read(made)) is None:
             return
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        holders = _holders_of(tensors, storages)
+        tensors, storages, sizes, holders = found
         if self._holders is None and all(storage.resizable() for storage in storages):
             self._holders = holders
         if holders == self._holders:
-            values[self.place] = storages, [storage.nbytes() for storage in storages]
+            values[self.place] = storages, sizes
             for storage in storages:
                 give_up_memory(storage, self._error)
             _show(tensors)
@@ -73,11 +74,10 @@ class RestingTape:
         if (noted := values[self.place]) is None:
             return
         storages, sizes = noted
-        tensors = self._tensors_of(made) or []
-        again = [tensor.untyped_storage() for tensor in tensors]
-        if (found := [storage.nbytes() for storage in again]) != sizes:
+        tensors, again, found, holders = self._read(made) or _NOTHING
+        if found != sizes:
             raise _is_other(self._name, sizes, found)
-        fill = give_memory if _holders_of(tensors, again) == self._holders else copy_memory
+        fill = give_memory if holders == self._holders else copy_memory
         for storage, other in zip(storages, again, strict=True):
             fill(other, storage)
         _show(tensors)
@@ -100,13 +100,16 @@ class RestingResult:
     Args:
         place: Where executions note it, in their tables.
         name: Of the operation, for messages.
+
+    Attributes:
+        count: Of those that hold the tensor when it goes to rest, once that is known; -1 before.
     """
 
-    __slots__ = ("_count", "_error", "_name", "place")
+    __slots__ = ("_error", "_name", "count", "place")
 
     def __init__(self, place: int, name: str) -> None:
         self.place, self._name, self._error = place, name, _read_too_early(name)
-        self._count = -1  # of those that hold the tensor when it rests
+        self.count = -1
 
     def rest(self, values: list[Any], tensor: Tensor) -> None:
         """The tensor gives up its memory, under the conditions of a tape."""
@@ -114,10 +117,10 @@ class RestingResult:
             return
         storage = tensor.untyped_storage()
         count = cast(Any, tensor)._use_count()
-        if self._count < 0:
-            self._count = count
+        if self.count < 0:
+            self.count = count
         # Memory that is lent to an array of numpy is not given up.
-        if count == self._count and _num_holders(storage._cdata) == _HOLDERS and storage.resizable():  # pyright: ignore
+        if count == self.count and num_holders(storage._cdata) == _HOLDERS and storage.resizable():  # pyright: ignore
             again = tensor.data  # with a version of its own: it may be written
             values[self.place] = again, storage, storage.nbytes()
             give_up_memory(storage, self._error)
@@ -135,7 +138,7 @@ class RestingResult:
         if output.nbytes != tensor.nbytes:
             raise _is_other(self._name, [tensor.nbytes], [output.nbytes])
         again = output.untyped_storage()
-        is_free = again.nbytes() == size and _num_holders(again._cdata) == _HOLDERS_AGAIN  # pyright: ignore
+        is_free = again.nbytes() == size and num_holders(again._cdata) == _HOLDERS_AGAIN  # pyright: ignore
         if not (is_free and output.stride() == tensor.stride()):
             copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             output = copy.copy_(output.detach()).requires_grad_(output.requires_grad)
@@ -146,12 +149,26 @@ class RestingResult:
         return tensor.requires_grad_() if output.requires_grad else tensor
 
     def resting(self, constant: Constant, tensor: str) -> Iterator[str]:
-        """`rest` as lines of a function whose table of values is `v`."""
-        yield f"{constant(self)}.rest(v, {tensor})"
+        """`rest` as lines of a function whose table of values is `v`, with what is there almost always in place."""
+        own, modes, hooks, holders = map(constant, (self, num_dispatch_modes, _hooks_around, num_holders))
+        give_up, error = map(constant, (give_up_memory, self._error))
+        is_free = f"{tensor}._use_count() == {own}.count and {holders}(s._cdata) == {_HOLDERS} and s.resizable()"
+        yield f"s = {tensor}.untyped_storage()"
+        yield f"if {is_free} and {hooks}(True) is None and not {modes}():"
+        yield f"    v[{self.place}] = {tensor}.data, s, s.nbytes(); {give_up}(s, {error})"
+        yield f"else: {own}.rest(v, {tensor})"
+        yield "del s"
 
     def filling(self, constant: Constant, output: str) -> Iterator[str]:
         """`fill` as such lines."""
-        yield f"{output} = {constant(self)}.fill(v, {output})"
+        holders, modes = map(constant, (num_holders, num_dispatch_modes))
+        is_free = f"{holders}(s._cdata) == {_HOLDERS_AGAIN} and not ({output}.requires_grad or {modes}())"
+        yield f"noted = v[{self.place}]"
+        yield f"s = {output}.untyped_storage()"
+        yield f"if noted and s.nbytes() == noted[2] and {output}.stride() == noted[0].stride() and {is_free}:"
+        yield f"    {constant(give_memory)}(s, noted[1]); {output} = noted[0]; v[{self.place}] = None"
+        yield f"else: {output} = {constant(self)}.fill(v, {output})"
+        yield "del noted, s"
 
 
 def _read_too_early(name: str) -> str:
@@ -166,11 +183,6 @@ def _is_other(name: str, sizes: list[int], found: list[int]) -> RuntimeError:
         f"{name} saved other tensors for its backward in its recomputation than in its first run (of {sizes} bytes "
         f"then, {found} now), so it does not do the same twice. Remedy: leave it out of the rewritten modules"
     )
-
-
-def _holders_of(tensors: list[Any], storages: list[Any]) -> list[int]:
-    """How many hold each of the tensors, and how many each of their storages."""
-    return [t._use_count() for t in tensors] + [_num_holders(s._cdata) for s in storages]
 
 
 def _show(tensors: Iterable[Tensor]) -> None:

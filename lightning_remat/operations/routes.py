@@ -13,6 +13,9 @@ from torch.nn import functional
 from .operation import Operation
 from .saved_tensors import saved_values, storage_key
 
+num_holders = cast("Callable[[int], int]", torch._C._storage_Use_Count)  # pyright: ignore
+"""Of a storage, by its address."""
+
 
 class Route(NamedTuple):
     """The way from what an operation returned, by nodes of autograd's graph, to a tensor that the last one holds.
@@ -77,13 +80,29 @@ def routes_to_storages(made: Mapping[str, Tensor], since: int) -> dict[int, Rout
     return found
 
 
-def reader_of(routes: Iterable[Route]) -> Callable[[Any], list[Tensor] | None]:
-    """What goes all the routes from what an operation returned, what they share once.
+class Found(NamedTuple):
+    """What routes lead to, in their order.
+
+    Attributes:
+        tensors: That autograd saved.
+        storages: Their own.
+        sizes: Of these, in bytes.
+        holders: How many hold each of the tensors, and how many each of the storages.
+    """
+
+    tensors: list[Tensor]
+    storages: list[torch.UntypedStorage]
+    sizes: list[int]
+    holders: list[int]
+
+
+def reader_of(routes: Iterable[Route]) -> Callable[[Any], Found | None]:
+    """What goes all the routes from what an operation returned, what they share once, without loops.
 
     It answers None where a route leads elsewhere this time: no gradients are asked for, or the operation chose another
     kernel.
     """
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"Found": Found, "num_holders": num_holders}
     names: dict[tuple[str, ...], str] = {}
     lines: list[str] = []
     ends: list[str] = []
@@ -96,10 +115,15 @@ def reader_of(routes: Iterable[Route]) -> Callable[[Any], list[Tensor] | None]:
                 namespace[f"kind_of_{names[way]}"] = kind
                 lines.append(f"if type({names[way]} := {node}{step}) is not kind_of_{names[way]}: return None")
             node = names[way]
-        ends.append(f"t{len(ends)}")
-        lines.append(f"if ({ends[-1]} := {node}{route.end}) is None: return None")
-    body = "".join(f"\n    {line}" for line in (*lines, f"return [{', '.join(ends)}]"))
-    exec(f"def read(made):{body}", namespace)
+        ends.append(str(len(ends)))
+        lines.append(f"if (t{ends[-1]} := {node}{route.end}) is None: return None")
+        lines.append(f"s{ends[-1]} = t{ends[-1]}.untyped_storage()")
+    listed = ", ".join
+    tensors, storages = (listed(f"{kind}{end}" for end in ends) for kind in "ts")
+    sizes = listed(f"s{end}.nbytes()" for end in ends)
+    holders = listed((*(f"t{end}._use_count()" for end in ends), *(f"num_holders(s{end}._cdata)" for end in ends)))
+    lines.append(f"return Found([{tensors}], [{storages}], [{sizes}], [{holders}])")
+    exec("".join(("def read(made):", *(f"\n    {line}" for line in lines))), namespace)
     return namespace["read"]
 
 

@@ -18,7 +18,7 @@ from lightning_remat.execution.rewriter import programs_in
 
 @pytest.mark.slow
 def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = RerunPrices(run=5e-6, stretch=2e-5, tape=4e-5, hook=3e-6)
+    told = RerunPrices(run=5e-6, rest=7e-6, stretch=2e-5, tape=4e-5, hook=3e-6)
 
     def seconds(program: Program, _: list[Any]) -> float:
         return simulate(told.put_on(program.graph), program.schedule).seconds
@@ -87,18 +87,20 @@ def test_settings_of_the_first_that_asks_are_not_in_them(monkeypatch: pytest.Mon
 def test_a_plan_knows_them() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.LayerNorm(8)) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, stretch, tape, hook = rerun_prices()
+    run, rest, stretch, tape, hook = rerun_prices()
     assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
     assert {node.num_tape_storages for node in plan.graph.nodes if node.kind == "layer_norm"} == {2}
     seen: set[int] = set()
-    runs = stretches = 0
+    read = {i for node in plan.graph.nodes for i in node.saved}
+    runs = rests = stretches = 0
     tapes = 0.0  # in those of layer norms, which are a mean and a deviation
     taped: set[int] = set()
     is_running_again = False
     for kind, n in plan.schedule:
         if kind in "FB":
             is_again = kind == "F" and n in seen
-            runs, stretches = runs + is_again, stretches + (is_again and not is_running_again)
+            runs, rests = runs + is_again, rests + (is_again and n in read)
+            stretches += is_again and not is_running_again
             is_running_again = is_again
             if kind == "F" and plan.graph.nodes[n].tape_bytes:
                 tapes += (is_again and n not in taped) * (1 + plan.graph.nodes[n].num_tape_storages / 2) / 2
@@ -111,7 +113,8 @@ def test_a_plan_knows_them() -> None:
     assert stretches
     assert program.hooked
     assert tapes
-    prices = runs * run + stretches * stretch + tapes * tape + len(program.hooked) * hook
+    assert rests
+    prices = runs * run + rests * rest + stretches * stretch + tapes * tape + len(program.hooked) * hook
     assert plan.simulation.recompute_seconds == pytest.approx(own + prices)
 
 
@@ -120,8 +123,14 @@ def _again(plan: Plan) -> list[int]:
     return [n for k, n in enumerate(runs) if n in runs[:k]]
 
 
+def test_an_output_that_a_backward_reads_costs_more() -> None:
+    prices = RerunPrices(run=1.0, rest=0.5, stretch=2.0, tape=3.0, hook=4.0)
+    nodes = (Node("read by itself", saved=(0,)), Node("read by the next"), Node("unread", inputs=(1,), saved=(1,)))
+    assert [node.rerun_price for node in prices.put_on(Graph(nodes)).nodes] == [1.5, 1.5, 1.0]
+
+
 def test_a_tape_costs_more_where_it_is_in_more_storages() -> None:
-    prices = RerunPrices(run=1.0, stretch=2.0, tape=3.0, hook=4.0)
+    prices = RerunPrices(run=1.0, rest=0.5, stretch=2.0, tape=3.0, hook=4.0)
     norm = Node("norm", tape_bytes=8, num_saved=5, num_tape_storages=2)
     few, many = (replace(norm, num_tape_storages=number) for number in (1, 6))
     nothing = replace(norm, tape_bytes=0, num_saved=0, num_tape_storages=0)
