@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import traced_graph
@@ -41,6 +42,9 @@ _ROUNDS, _MOST_ROUNDS = 20, 80
 
 _AGREE = 0.03
 """By what part of a step earlier and later rounds may differ; all prices together are a fifth of one or more."""
+
+_STEPS = 5
+"""Of which the fastest tells how fast the machine is, as of passes over the operations that are profiled."""
 
 _STORAGES_OF_A_NORM = 2
 """Its mean and its deviation."""
@@ -81,21 +85,32 @@ class RerunPrices(NamedTuple):
         return replace(graph, nodes=tuple(nodes))
 
 
-@cache
 def rerun_prices() -> RerunPrices:
     """What the executor adds to the operations that it runs again, which is the host's work whatever the device.
 
-    Blocks of a transformer on tiny tensors are run with all kept, in turn with one operation in every few blocks
-    recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks, with several of
-    which all outputs rest, and with several blocks recomputed at once: what differs from the first, by how many of each
-    there are, tells the prices. All in parts of that step, as measured and as profiled, since a machine is not equally
-    fast in both.
+    It is measured once; how fast the machine is, each time: one that others use, too, is half as fast in some minutes,
+    and what was profiled in one is told by prices of it.
+    """
+    parts, step = _measured()
+    with _undisturbed():
+        seconds = min(step() for _ in range(_STEPS))
+    return RerunPrices(*(part * seconds for part in parts))
+
+
+@cache
+def _measured() -> tuple[RerunPrices, Callable[[], float]]:
+    """Prices in parts of a step, and what runs that step and tells its seconds.
+
+    Blocks of a transformer on tiny tensors are run with all kept, which is the step, in turn with one operation in
+    every few blocks recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks,
+    with several of which all outputs rest, and with several blocks recomputed at once: what differs from the first, by
+    how many of each there are, tells the prices.
     """
     with _undisturbed():
-        return _measured()
+        return _solved()
 
 
-def _measured() -> RerunPrices:
+def _solved() -> tuple[RerunPrices, Callable[[], float]]:
     shapes = [(_WIDTH, _WIDTH), *_PARAMETERS * _BLOCKS]
     values = [torch.ones(shape, dtype=torch.float32, device=HOST, requires_grad=True) for shape in shapes]
     traced = traced_graph(_NOTHING, forward_of(_NOTHING), CapturedGraph(_transformer()), values, values)
@@ -111,32 +126,33 @@ def _measured() -> RerunPrices:
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
     for program in programs * 2:
         _seconds(program, values)  # what is learned in a first run, and in one in which something rests
-    step, ratios = _compared([partial(_seconds, program, values) for program in programs])
+    contenders = [partial(_seconds, program, values) for program in programs]
+    ratios = _ratios_of(contenders)
     profiled = simulate(graph, schedules[0]).seconds
     own = [sum(graph.nodes[n].forward_seconds for n in runs) / profiled for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules]
-    beside = step * (np.array(ratios[1:]) - 1 - np.array(own))
+    beside = np.array(ratios[1:]) - 1 - np.array(own)
     prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), beside)[0].tolist()
-    return RerunPrices(*prices)
+    return RerunPrices(*prices), contenders[0]
 
 
-def _compared(contenders: Sequence[Callable[[], float]]) -> tuple[float, list[float]]:
-    """The least seconds of the first, and how many times as long each takes within a round, by the median.
+def _ratios_of(contenders: Sequence[Callable[[], float]]) -> list[float]:
+    """How many times as long as the first each takes within a round, by the median.
 
-    Rounds go on until later ones tell what earlier ones did. Of a machine that others use, too, some minutes are slow,
-    for all in turn, and single contenders may find none that is not: their least seconds scatter twice as much.
+    Rounds go on until later ones tell what earlier ones did. Where some minutes are slow, single contenders may find
+    none that is not: their least seconds scatter twice as much.
     """
     rounds = list[list[float]]()
     while True:
         rounds += [[seconds() for seconds in contenders] for _ in range(_ROUNDS)]
         halves = rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]
-        is_same = all(abs(a - b) <= _AGREE for a, b in zip(*map(_ratios, halves), strict=True))
+        is_same = all(abs(a - b) <= _AGREE for a, b in zip(*map(_medians, halves), strict=True))
         if (is_same and len(rounds) > _ROUNDS) or len(rounds) >= _MOST_ROUNDS:
-            return min(first for first, *_ in rounds), _ratios(rounds)
+            return _medians(rounds)
 
 
-def _ratios(rounds: Iterable[Sequence[float]]) -> list[float]:
-    """Of the seconds in each round to those of the first in it, the medians."""
+def _medians(rounds: Iterable[Sequence[float]]) -> list[float]:
+    """Of the seconds in each round, in parts of the first in it."""
     return [statistics.median(of_one) for of_one in zip(*([s / row[0] for s in row] for row in rounds), strict=True)]
 
 
@@ -146,14 +162,16 @@ def _undisturbed() -> Generator[None]:
 
     Of tiny tensors several wait for one another, seconds long where other processes want the cores. OpenMP and MKL have
     such a number for each thread of Python; only one that begins meanwhile would take this one. A mode, as a default
-    device is one, is asked at each call of PyTorch's. What the process holds beside is searched for garbage as often as
-    it is large.
+    device is one, is asked at each call of PyTorch's, and a meter would count what is allocated here. What the process
+    holds beside is searched for garbage as often as it is large.
     """
     threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
     gc.disable()
     try:
         with ExitStack() as stack:
+            stack.enter_context(cast(Any, _disable_current_modes)())
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch._C.DisableTorchFunction())  # pyright: ignore[reportPrivateUsage]
             stack.enter_context(torch.autocast(HOST.type, enabled=False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))

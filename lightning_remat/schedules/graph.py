@@ -46,7 +46,8 @@ class Node:
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
         backward_seconds: Time of its backward.
-        rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call, and drawing.
+        rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call, drawing, and an
+            output that gives up its memory and gets it again.
         stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it.
         tape_price: Seconds that running it again costs beside them where that brings its tape.
         hook_price: Seconds that it costs beside them where something that its backward reads is not there all the time

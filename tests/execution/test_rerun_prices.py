@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_remat import Graph, Node, Plan, rematerialize, simulate
 from lightning_remat.execution import rerun_prices as calibration
 from lightning_remat.execution.program import Program
 from lightning_remat.execution.rerun_prices import RerunPrices, rerun_prices
 from lightning_remat.execution.rewriter import programs_in
+from lightning_remat.regions import profiles
 
 
 @pytest.mark.slow
@@ -24,11 +26,27 @@ def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> N
         return simulate(told.put_on(program.graph), program.schedule).seconds
 
     monkeypatch.setattr(calibration, "_seconds", seconds)
-    assert calibration._measured() == pytest.approx(told)
+    monkeypatch.setattr(calibration, "_measured", calibration._solved)
+    assert rerun_prices() == pytest.approx(told)
 
 
-def test_they_are_measured_once() -> None:
-    assert rerun_prices() is rerun_prices()
+def test_they_are_measured_once_and_told_for_a_machine_as_fast_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = RerunPrices(run=1.0, rest=2.0, stretch=3.0, tape=4.0, hook=5.0)
+    solved: list[Any] = []
+    seconds = iter([3.0, 0.5, 3.0, 3.0, 3.0, 4.0, 3.0, 2.0, 3.0, 3.0])
+
+    def once() -> Any:
+        solved.append(True)
+        return found, lambda: next(seconds)
+
+    monkeypatch.setattr(calibration, "_solved", once)
+    calibration._measured.cache_clear()
+    try:
+        assert rerun_prices() == tuple(0.5 * part for part in found)
+        assert rerun_prices() == tuple(2.0 * part for part in found)
+    finally:
+        calibration._measured.cache_clear()
+    assert len(solved) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,9 +65,9 @@ def test_rounds_go_on_until_a_slow_minute_is_over(slow_rounds: int, rounds: int)
         done.append(len(done))
         return 4.0 - len(done) / calibration._MOST_ROUNDS if done[-1] < slow_rounds else 1.0
 
-    step, (first, other) = calibration._compared([lambda: 2.0, disturbed])
+    first, other = calibration._ratios_of([lambda: 2.0, disturbed])
     assert len(done) == rounds
-    assert (step, first) == (2.0, 1.0)
+    assert first == 1.0
     assert other == 0.5 if slow_rounds < rounds else 1.5 < other < 2.0
 
 
@@ -61,7 +79,7 @@ def test_minutes_that_are_slow_for_all_contenders_change_nothing() -> None:
         speed[0] = next(speeds)
         return 2.0 / speed[0]
 
-    assert calibration._compared([first, lambda: 3.0 / speed[0]]) == (2.0, [1.0, 1.5])
+    assert calibration._ratios_of([first, lambda: 3.0 / speed[0]]) == [1.0, 1.5]
     assert not list(speeds)
 
 
@@ -73,21 +91,29 @@ def test_settings_of_the_first_that_asks_are_not_in_them(monkeypatch: pytest.Mon
 
     original, seen = calibration._seconds, set[tuple[str, bool, bool]]()
     monkeypatch.setattr(calibration, "_seconds", noting)
-    rerun_prices.cache_clear()
+    calibration._measured.cache_clear()
     try:
         torch.set_default_device("meta")
         with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.autocast("cpu", torch.bfloat16):
             rerun_prices()
     finally:
         torch.set_default_device(None)
-        rerun_prices.cache_clear()
+        calibration._measured.cache_clear()
     assert seen == {("cpu", False, False)}
 
 
-def test_a_plan_knows_them() -> None:
+def test_whoever_asks_meters_nothing_of_it_and_may_infer() -> None:
+    rerun_prices()
+    with FlopCounterMode(display=False) as flops, torch.inference_mode():
+        rerun_prices()
+    assert flops.get_total_flops() == 0
+
+
+def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, rest, stretch, tape, hook = told = rerun_prices()
+    monkeypatch.setattr(profiles, "rerun_prices", lambda: told)
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.LayerNorm(8)) for _ in range(8)))
     plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    run, rest, stretch, tape, hook = rerun_prices()
     assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
     assert {node.num_tape_storages for node in plan.graph.nodes if node.kind == "layer_norm"} == {2}
     seen: set[int] = set()
