@@ -11,5 +11,6 @@ from lightning_remat.schedules.graph import Node, fields_in
 
 def untimed(graph: Graph, budget_bytes: int) -> Schedule:
     """Periodic checkpoints where every operation takes equally long, and nothing beside it costs anything."""
-    costs = dict.fromkeys(fields_in("seconds", Node), 1e-3) | dict.fromkeys(fields_in("price", Node), 0.0)
+    nothing = dict.fromkeys(("recording_seconds", *fields_in("price", Node)), 0.0)
+    costs = dict.fromkeys(fields_in("seconds", Node), 1e-3) | nothing
     return plan_periodic(replace(graph, nodes=tuple(replace(node, **costs) for node in graph.nodes)), budget_bytes)

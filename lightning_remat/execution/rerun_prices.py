@@ -129,7 +129,7 @@ def _solved() -> tuple[RerunPrices, Callable[[], float]]:
     contenders = [partial(_seconds, program, values) for program in programs]
     ratios = _ratios_of(contenders)
     profiled = simulate(graph, schedules[0]).seconds
-    own = [sum(graph.nodes[n].forward_seconds for n in runs) / profiled for runs in again[1:]]
+    own = [sum(graph.nodes[n].rerun_seconds for n in runs) / profiled for runs in again[1:]]
     counts = [[_count(graph, schedule, price) for price in RerunPrices._fields] for schedule in schedules]
     beside = np.array(ratios[1:]) - 1 - np.array(own)
     prices: list[float] = cast(Any, optimize).nnls(np.array(counts[1:]), beside)[0].tolist()

@@ -127,8 +127,7 @@ def _decisions(plan: Plan) -> list[str]:
     for n, node in enumerate(graph.nodes):
         if runs[n] > 1:
             again.setdefault(node.kind, []).append(n)
-            each = node.forward_seconds + node.rerun_price
-            seconds[node.kind] = seconds.get(node.kind, 0.0) + each * (runs[n] - 1)
+            seconds[node.kind] = seconds.get(node.kind, 0.0) + node.rerun_seconds * (runs[n] - 1)
         elif (n in needed and not node.is_view) or node.tape_bytes:
             kept[node.kind] += 1
     if not again:

@@ -33,8 +33,9 @@ class Timing:
 
     Forwards and backwards have passes of their own: after one another they find the processor's caches cold. One alone
     finds them colder than in a step, too, which tells where kernels are short: those that follow one another are timed
-    together as well, where they hold little memory, and what each took alone is scaled to that. What draws random
-    numbers is asked at each call where from, which a step does not do: of its seconds that is taken off.
+    together as well, where they hold little memory, and what each took alone is scaled to that. What autograd takes to
+    record counts there, too: forwards without have passes of their own. What draws random numbers is asked at each call
+    where from, which a step does not do: of its seconds that is taken off.
 
     Args:
         runs: Of the operations.
@@ -65,7 +66,7 @@ class Timing:
             repeats: How many passes; fewer where they take long.
         """
         count = len(self.nodes)
-        forward, backward = [math.inf] * count, [math.inf] * count
+        forward, backward, unrecorded = ([math.inf] * count for _ in range(3))
         windows: list[range] = []
         forwards: dict[range, float] = {}
         backwards: dict[range, float] = {}
@@ -87,6 +88,12 @@ class Timing:
             self.runs.start_over()
             for some in windows:
                 backwards[some] = min(backwards.get(some, math.inf), self._together(some, forwards))
+            self.runs.start_over()
+            with torch.no_grad():
+                unrecorded = [min(known, self._forward(n)) for n, known in enumerate(unrecorded)]
+        recording = [
+            max(0.0, 1 - u / f) if 0 < f <= _SHORT_SECONDS else 0.0 for f, u in zip(forward, unrecorded, strict=True)
+        ]
         asking = statistics.median(self.asking) if self.asking else 0.0
         forward = [max(0.0, f - asking * calls) for f, calls in zip(forward, self.num_calls, strict=True)]
         nothing = statistics.median(beside) if beside else 0.0
@@ -94,8 +101,8 @@ class Timing:
         _scale(forward, forwards)
         _scale(backward, {some: max(0.0, seconds - nothing) for some, seconds in backwards.items()})
         return tuple(
-            replace(node, forward_seconds=f, backward_seconds=b)
-            for node, f, b in zip(self.nodes, forward, backward, strict=True)
+            replace(node, forward_seconds=f, backward_seconds=b, recording_seconds=part * f)
+            for node, f, b, part in zip(self.nodes, forward, backward, recording, strict=True)
         )
 
     def _forward(self, n: int) -> float:

@@ -49,7 +49,7 @@ def block_shares(plan: Plan) -> list[BlockShare]:
             if runs[n] > 1:
                 again[node.kind] += 1
                 again_bytes += size
-                again_seconds += (node.forward_seconds + node.rerun_price) * (runs[n] - 1)
+                again_seconds += node.rerun_seconds * (runs[n] - 1)
             elif size:
                 kept_bytes += size
                 kept_seconds += node.forward_seconds

@@ -35,7 +35,7 @@ class Judge:
         self._levels: Ints = np.array([before, released, held], np.int64)
         self._fixed_bytes = graph.input_bytes + graph.static_bytes
         self._plain_seconds = [s for n in graph.nodes for s in (n.forward_seconds, n.backward_seconds)]
-        self._rerun_seconds = np.array([n.forward_seconds + n.rerun_price for n in graph.nodes], np.float64)
+        self._rerun_seconds = np.array([n.rerun_seconds for n in graph.nodes], np.float64)
         self._hook_prices = np.array([n.hook_price for n in graph.nodes], np.float64)
         self._tape_prices = np.array([n.tape_price for n in graph.nodes], np.float64)
         self._stretch_prices = np.array([n.stretch_price for n in graph.nodes], np.float64)

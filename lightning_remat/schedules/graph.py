@@ -46,6 +46,7 @@ class Node:
         tape_bytes: Bytes saved only for its backward that are no node's output (batch-norm statistics, masks).
         forward_seconds: Time of one forward run.
         backward_seconds: Time of its backward.
+        recording_seconds: What of `forward_seconds` autograd takes to record it, which a run again does without.
         rerun_price: Seconds that running it again costs beside those, whatever the sizes: the call, drawing, and an
             output that gives up its memory and gets it again.
         stretch_price: Seconds that a stretch of recomputations costs beside them that begins with it.
@@ -82,6 +83,7 @@ class Node:
     tape_bytes: int = field(default=0, metadata=_BYTES)
     forward_seconds: float = field(default=0.0, metadata=_SECONDS)
     backward_seconds: float = field(default=0.0, metadata=_SECONDS)
+    recording_seconds: float = field(default=0.0, metadata=_SECONDS)
     rerun_price: float = field(default=0.0, metadata=_PRICE)
     stretch_price: float = field(default=0.0, metadata=_PRICE)
     tape_price: float = field(default=0.0, metadata=_PRICE)
@@ -108,6 +110,11 @@ class Node:
     def is_view(self) -> bool:
         """Whether the output lives in another node's storage."""
         return self.storage_of is not None
+
+    @property
+    def rerun_seconds(self) -> float:
+        """Time of a run again, beside the prices of a stretch and of a tape."""
+        return max(0.0, self.forward_seconds - self.recording_seconds) + self.rerun_price
 
     def backward_excess_bytes(self, *, is_released: bool, is_shared: bool) -> int:
         """By how much the peak of its backward differs from that of one with all to itself that holds all it reads.
@@ -207,13 +214,14 @@ class Graph:
         return () if node.storage_of is None else (node.storage_of,)
 
     def with_reruns_priced(self) -> Graph:
-        """This graph with the price of a rerun in the seconds of every run, for planners, which know no other seconds.
+        """This graph with what a run again takes as the seconds of every run, for planners, which know no other.
 
-        All schedules run every node once, so that they compare as they do with the price on later runs alone.
+        All schedules run every node once, so that they compare as they do with first runs as they are.
         """
-        if not any(node.rerun_price for node in self.nodes):
+        if not any(node.rerun_price or node.recording_seconds for node in self.nodes):
             return self
-        nodes = (replace(n, forward_seconds=n.forward_seconds + n.rerun_price, rerun_price=0.0) for n in self.nodes)
+        free = {"rerun_price": 0.0, "recording_seconds": 0.0}
+        nodes = (replace(n, forward_seconds=n.rerun_seconds, **free) for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
     def with_prices_of_runs(self) -> Graph:
@@ -248,8 +256,7 @@ class Graph:
         nodes = tuple(
             replace(
                 a,
-                forward_seconds=b.forward_seconds * factor,
-                backward_seconds=b.backward_seconds * factor,
+                **{seconds: getattr(b, seconds) * factor for seconds in fields_in("seconds", Node)},
                 **{price: getattr(b, price) for price in fields_in("price", Node)},
             )
             for a, b in zip(self.nodes, other.nodes, strict=True)

@@ -172,7 +172,7 @@ class Replay(GradientMemory):
             self.alive += node.tape_bytes
         seconds = node.forward_seconds
         if self.has_run[n]:
-            seconds += node.rerun_price + (0.0 if self.is_running_again else node.stretch_price)
+            seconds = node.rerun_seconds + (0.0 if self.is_running_again else node.stretch_price)
             seconds += node.tape_price if brings_tape else 0.0
             self.recompute_seconds.append(seconds)
         elif any(self.output[i] is None for i in self.by_hooks[n]):  # of a tuple that has gone, whose item it reads

@@ -134,7 +134,7 @@ def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.add(n)
         elif kind == "T":
             taped.discard(n)
-    own = sum(plan.graph.nodes[n].forward_seconds for n in _again(plan))
+    own = sum(plan.graph.nodes[n].forward_seconds - plan.graph.nodes[n].recording_seconds for n in _again(plan))
     (program,) = (p.variants[-1] for p in programs_in(module))  # the plan was run once when it was made
     assert stretches
     assert program.hooked

@@ -78,6 +78,7 @@ def priced(graph: Graph, rng: random.Random) -> Graph:
             hook_price=rng.choice([0.0, 2.0]),
             held=tuple(i for i in n.saved if i < index and rng.random() < 0.5),
             is_tape_held=n.tape_bytes > 0 and rng.random() < 0.5,
+            recording_seconds=rng.choice([0.0, n.forward_seconds / 4]),
         )
         for index, n in enumerate(graph.nodes)
     )

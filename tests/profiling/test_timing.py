@@ -202,6 +202,42 @@ def test_forwards_that_hold_little_are_timed_as_they_follow_one_another(
     assert [1e6 * n.forward_seconds for n in graph.nodes] == pytest.approx(expected)
 
 
+@torch.library.custom_op("remat_tests::recorded", mutates_args=())
+def recorded(x: Tensor) -> Tensor:
+    CLOCKS[-1].now += 2e-6
+    return x * 2
+
+
+@recorded.register_fake
+def not_recorded(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def note_record(*_: Any, **__: Any) -> None:
+    CLOCKS[-1].now += 1e-6
+
+
+recorded.register_autograd(lambda _ctx, gradient: gradient * 2, setup_context=note_record)
+
+
+class Recorded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return recorded(x)
+
+
+@pytest.mark.parametrize(("together_bytes", "recording"), [(2**24, 1.0), (0, 0.0)])
+def test_what_autograd_takes_to_record_short_forwards_is_told(
+    together_bytes: int, recording: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CLOCKS.append(Clock(range(0)))
+    monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=CLOCKS[-1]))
+    x = torch.randn(3, requires_grad=True)
+    traced = trace(nn.Sequential(Recorded(), Recorded()), x)
+    graph = profile_call(*recapture(traced, (x,), {}), [x], together_bytes=together_bytes)
+    assert [1e6 * n.forward_seconds for n in graph.nodes] == pytest.approx([3.0] * 2)
+    assert [1e6 * n.recording_seconds for n in graph.nodes] == pytest.approx([recording] * 2)
+
+
 class ReadsSizes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

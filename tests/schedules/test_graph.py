@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from random_graphs import graphs
@@ -49,10 +51,21 @@ def test_derived_structure() -> None:
     assert graph.shares_gradient(3) == ()
 
 
+def test_a_run_again_is_not_recorded_and_has_a_price() -> None:
+    node = Node("a", forward_seconds=4.0, recording_seconds=1.0, rerun_price=0.5)
+    assert node.rerun_seconds == 3.5
+    priced = Graph((node,)).with_reruns_priced().nodes[0]
+    assert priced == Node("a", forward_seconds=3.5)
+    assert priced.rerun_seconds == 3.5
+    extrapolated = replace(node, recording_seconds=5.0)
+    assert extrapolated.rerun_seconds == 0.5
+
+
 def test_seconds_of_another_profile() -> None:
     here = Graph((Node("a", output_bytes=8, forward_seconds=1.0, backward_seconds=2.0),))
-    there = Graph((Node("a", output_bytes=1, forward_seconds=0.5, backward_seconds=0.25),))
+    there = Graph((Node("a", forward_seconds=0.5, backward_seconds=0.25, recording_seconds=0.125),))
     scaled = here.with_seconds_of(there, 4.0).nodes[0]
     assert (scaled.output_bytes, scaled.forward_seconds, scaled.backward_seconds) == (8, 2.0, 1.0)
+    assert scaled.recording_seconds == 0.5
     with pytest.raises(ValueError, match="do not describe one module"):
         here.with_seconds_of(Graph((Node("b"),)))

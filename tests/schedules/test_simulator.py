@@ -53,6 +53,12 @@ def test_recomputations_have_their_prices_and_so_has_each_stretch_of_them() -> N
     assert twice.action_seconds[7:10] == (1.5, 0.0, 1.5)
 
 
+def test_recomputations_are_not_recorded() -> None:
+    graph = replace(chain(), nodes=tuple(replace(node, recording_seconds=0.25) for node in chain().nodes))
+    simulation = simulate(graph, Schedule.parse("F0 F1 D0 F2 D1 B2 D2 F0 F1 B1 D1 B0 D0"))
+    assert (simulation.seconds, simulation.recompute_seconds) == (9 + 1.5, 1.5)
+
+
 def test_a_tape_has_its_price_where_a_recomputation_brings_it() -> None:
     nodes = tuple(replace(node, tape_bytes=8, tape_price=10.0**n) for n, node in enumerate(chain().nodes))
     graph = replace(chain(), nodes=nodes)
