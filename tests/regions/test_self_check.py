@@ -122,15 +122,21 @@ def test_hidden_state_is_found() -> None:
 
 @pytest.mark.slow
 def test_a_wrong_executor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_remat.execution import resting_storages
     from lightning_remat.execution.executor import Execution
-    from lightning_remat.execution.resting_storages import RestingResult
 
+    def give_wrong(storage: torch.UntypedStorage, to: torch.UntypedStorage) -> None:
+        give_memory(storage, to)
+        torch.empty(0).set_(to).mul_(factor[0])
+
+    give_memory, factor = resting_storages.give_memory, [1.0]
+    monkeypatch.setattr(resting_storages, "give_memory", give_wrong)  # before it is in compiled functions
     module = network(nn.Tanh)
     rematerialize(module, X, memory_budget="80%", planner="periodic")
     assert find_difference(module, lambda: step_outcome(module, (X,), {})) is None
-    fill, unpack = RestingResult.fill, Execution.unpack  # where nothing rests there are hooks
-    monkeypatch.setattr(RestingResult, "fill", lambda self, values, output: fill(self, values, output * 1.001))
-    monkeypatch.setattr(Execution, "unpack", lambda self, reference: unpack(self, reference) * 1.001)
+    unpack = Execution.unpack  # where nothing rests there are hooks
+    factor[0] = 1.001
+    monkeypatch.setattr(Execution, "unpack", lambda self, reference: unpack(self, reference) * factor[0])
     difference = find_difference(module, lambda: step_outcome(module, (X,), {}))
     assert difference is not None
     assert difference.what.startswith("gradient of ")
