@@ -90,7 +90,7 @@ class Timing:
                 backwards[some] = min(backwards.get(some, math.inf), self._together(some, forwards))
             self.runs.start_over()
             with torch.no_grad():
-                unrecorded = [min(known, self._forward(n)) for n, known in enumerate(unrecorded)]
+                unrecorded = [min(known, self._run(n)) for n, known in enumerate(unrecorded)]
         recording = [
             max(0.0, 1 - u / f) if 0 < f <= _SHORT_SECONDS else 0.0 for f, u in zip(forward, unrecorded, strict=True)
         ]
@@ -106,14 +106,19 @@ class Timing:
         )
 
     def _forward(self, n: int) -> float:
-        watch, draws = Stopwatch(self.device), self.runs.draws
+        draws = self.runs.draws
         if n in self.runs.drawing:  # before it, when the caches are as cold as it will find them
             self.asking.append(self._seconds_of_asking())
         before = draws.num_calls
-        self.runs.keep(n, self.runs.run_timed(n, {}, watch))
+        seconds = self._run(n)
         calls = draws.num_calls - before
         # While a device runs what the first call asked for, the host asks about the next ones.
         self.num_calls[n] = calls if self.device == HOST else min(calls, 1)
+        return seconds
+
+    def _run(self, n: int) -> float:
+        watch = Stopwatch(self.device)
+        self.runs.keep(n, self.runs.run_timed(n, {}, watch))
         return watch.seconds
 
     def _seconds_of_asking(self) -> float:
