@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_remat import find_batch_size, plan, profile, rematerialize, simulate, trace
+from lightning_remat import TraceError, find_batch_size, plan, profile, rematerialize, simulate, trace
 
 X = torch.ones(2, 3)
 
@@ -40,6 +40,52 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 def test_something_else_is_refused(call: Callable[[nn.Module], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call(nn.Linear(3, 3))
+
+
+def test_inputs_that_do_not_go_with_the_trace_are_refused_as_such() -> None:
+    traced = trace(nn.Linear(3, 3), X)
+    with pytest.raises(TraceError, match=r"Linear was traced with other inputs\. Remedy: profile it with inputs like"):
+        profile(traced, torch.ones(2, 4))
+    with pytest.raises(TraceError, match=r"missing (a )?required (positional )?argument"):
+        profile(traced)
+    assert len(profile(traced, X).nodes) == 1
+
+
+class NamedAsOurs(nn.Module):
+    """Its forward has arguments that have the names of options of `profile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Sigmoid())))
+
+    def forward(self, x: torch.Tensor, repeats: int = 1, with_scratch: bool = False) -> torch.Tensor:
+        for _ in range(repeats):
+            x = self.layers(x) + with_scratch
+        return x
+
+
+class InParts(NamedAsOurs):
+    """Calls a part with such arguments between two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = NamedAsOurs()
+
+    def forward(self, x: torch.Tensor, repeats: int = 1, with_scratch: bool = False) -> torch.Tensor:
+        h = self.layers(x)
+        torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
+        return self.part(h, repeats=repeats, with_scratch=with_scratch)
+
+
+@pytest.mark.parametrize("kind", [NamedAsOurs, InParts])
+def test_a_forward_may_have_arguments_named_as_ours(kind: type[nn.Module]) -> None:
+    module, x = kind(), torch.randn(256, 8)
+    wanted = module(x, repeats=2, with_scratch=True)
+    plan = rematerialize(module, x, repeats=2, with_scratch=True, memory_budget="80%")
+    assert plan.num_recomputed
+    out = module(x, repeats=2, with_scratch=True)
+    out.sum().backward()
+    assert torch.equal(out, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

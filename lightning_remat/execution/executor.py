@@ -30,6 +30,7 @@ from ..operations.saved_tensors import (
     rebuilt,
     tensor_in,
     tensors_of,
+    version_of,
 )
 from .attended import Attended
 from .instructions import Do
@@ -38,7 +39,7 @@ from .places import TAPE, Place, Reference
 from .program import Kinds, Program, Step
 from .stretches import Again, LetGo, Part
 
-_version_of = attrgetter("_version")
+_count_of = attrgetter("_version")
 _NONE: dict[int, Tensor] = {}
 
 
@@ -64,10 +65,11 @@ class Execution:
         self.values: list[Any] = [*values, *[None] * (program.num_slots - len(values))]
         for slot, value in program.fetched:
             self.values[slot] = value
+        self.versions: list[int | None]
         try:
-            self.versions = [*map(_version_of, values)]
-        except AttributeError:  # there are numbers among them
-            self.versions = [v._version if isinstance(v, Tensor) else 0 for v in values]
+            self.versions = [*map(_count_of, values)]
+        except (AttributeError, RuntimeError):  # there are numbers among them, or tensors made in inference mode
+            self.versions = [version_of(v) if isinstance(v, Tensor) else None for v in values]
         if not program.kinds:
             program.kinds.append(Kinds.of(values))
         self.kinds = program.kinds[0]
@@ -82,7 +84,7 @@ class Execution:
         self.read: set[tuple[int, int]] = set()  # saved tensors that this backward has read
         self.released: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Geometry]] = {}
         self.running: int | None = None  # the operation that runs for the first time and has its tensors saved
-        self.output_versions: dict[int, list[int]] = {}
+        self.output_versions: dict[int, list[int | None]] = {}
         self.task, self.is_same = -1, False  # of the backward in progress, and whether its settings are the forward's
         self.keeper: weakref.ref[Any] | None = None  # by which backwards find this, while something rests
         self.position = -1  # in program.backwards; len(backwards) after a failure, so that it starts over
@@ -288,8 +290,7 @@ class Execution:
             if values[slot] is None:
                 return False
         for slot in stretch.external:
-            value = values[slot]
-            if isinstance(value, Tensor) and value._version != versions[slot]:
+            if (version := versions[slot]) is not None and values[slot]._version != version:
                 return False
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
@@ -347,13 +348,13 @@ class Execution:
         values = self.values
         copies = self.copies.get(n, {})
         for slot in step.external:
-            value = values[slot]
-            if isinstance(value, Tensor) and slot not in copies and value._version != self.versions[slot]:
+            value, version = values[slot], self.versions[slot]
+            if version is not None and slot not in copies and value._version != version:
                 if not value.requires_grad:
                     note_change(self.program, n, slot)
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
-                raise modified(what, self.versions[slot], value)
+                raise modified(what, version, value)
         if not step.kept and not copies:
             return values
         values = list(values)
@@ -368,7 +369,7 @@ class Execution:
     def _check_output(self, n: int) -> None:
         for slot in self.steps[n].outputs:
             for t, version in zip(tensors_of([self.values[slot]]), self.output_versions.get(slot, ()), strict=False):
-                if t._version != version:
+                if version is not None and t._version != version:
                     raise modified(f"the output of {self.steps[n].operation.name}", version, t)
 
     def forget(self) -> None:

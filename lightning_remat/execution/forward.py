@@ -26,6 +26,7 @@ from ..operations.saved_tensors import (
     storage_key,
     storage_keys,
     tensors_of,
+    version_of,
 )
 from .assembly import with_rests
 from .executor import Execution, Watch
@@ -159,7 +160,7 @@ class _Forward:
                         program.rests.tensors[n].rest(values, value)
         for slot in self.program.returned:
             if values[slot] is not None:
-                self.execution.output_versions[slot] = [t._version for t in tensors_of([values[slot]])]
+                self.execution.output_versions[slot] = [*map(version_of, tensors_of([values[slot]]))]
         self.dormant.clear()
 
     def _watch_sources(self) -> None:

@@ -112,6 +112,16 @@ class Recomputing:
 
 
 @contextmanager
+def outside_inference() -> Generator[None]:
+    """Out of inference mode, in which nothing that autograd may record can be made; without gradients, as in there."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def casts_apart() -> Generator[None, None, None]:
     """The casts that autocast keeps for its region do not pass in or out: a fake cast must not serve a real run."""
     torch.clear_autocast_cache()

@@ -43,6 +43,10 @@ def reason_against(module: nn.Module, *, is_gathered: bool = False) -> str | Non
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedTensorMixin):
             return f"the parameter {name} has no shape yet. Remedy: run the module once"
+        if parameter.requires_grad and parameter.is_inference():
+            return (
+                f"the parameter {name} was made in torch.inference_mode(): nothing trains it. Remedy: make it outside"
+            )
         is_spread = type(parameter.data).__module__.startswith("torch.distributed")
         if is_spread and not is_gathered and id(parameter) not in managed:
             return (

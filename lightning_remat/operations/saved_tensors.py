@@ -46,6 +46,11 @@ class ExternalRef:
 Source = OutputRef | TapeRef | ExternalRef
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often autograd has seen the tensor written; None of one made in inference mode, where it does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def storage_key(tensor: Tensor) -> int | None:
     """A number that identifies the storage while the tensor lives; None for tensors without one."""
     storage = tensor_storage(tensor)

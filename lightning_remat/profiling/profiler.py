@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.tracer import is_alike, recapture
 from ..devices import HOST, device_of, most_refilled_bytes
-from ..errors import check_kind
+from ..errors import TraceError, check_kind
 from ..measure.allocated_growth import Peak, can_listen
 from ..measure.cost_model import CostCounter
 from ..measure.meter import measure_growth
 from ..measure.tensor_bytes import logical_bytes, storage_bytes, tensor_kinds
-from ..module_state.ambient import casts_apart
+from ..module_state.ambient import casts_apart, outside_inference
 from ..module_state.batches import tensors_held
 from ..operations.functions import may_keep_what_it_reads
 from ..operations.module_hooks import silent
@@ -79,10 +79,24 @@ def profile(
         A graph with one node for each operation.
 
     Raises:
+        TraceError: The module cannot be called with these inputs, or is no single graph then.
         TypeError: Something else is given than what `trace` returned, as the module itself.
         ValueError: The inputs do not have the structure that was traced.
     """
     check_kind(traced, TracedModule, "what trace returns of a module and its inputs")
+    options = {"repeats": repeats, "with_scratch": with_scratch, "with_kernels": with_kernels}
+    try:
+        with outside_inference():
+            return profile_arguments(traced, args, kwargs, **options)
+    except TraceError as error:
+        raise TraceError(
+            f"{type(traced.module).__name__} was traced with other inputs. Remedy: profile it with inputs like those, as "
+            f"of these it is true that {error}"
+        ) from error
+
+
+def profile_arguments(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Graph:
+    """What `profile` returns, where inputs may have the names of its options, which are those of `profile_call`."""
     given = tensors_held((args, kwargs))
     called, values = recapture(traced, args, kwargs)
     if not is_alike(called, traced):
@@ -90,7 +104,7 @@ def profile(
             f"{type(traced.module).__name__} decides on inputs of these sizes or types otherwise than on those that it "
             "was traced with. Remedy: trace it with these"
         )
-    return profile_call(called, values, given, repeats=repeats, with_scratch=with_scratch, with_kernels=with_kernels)
+    return profile_call(called, values, given, **options)
 
 
 def profile_call(

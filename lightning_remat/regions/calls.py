@@ -19,7 +19,7 @@ from ..module_state.batches import tensors_held
 from ..module_state.nesting import flatten
 from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
-from ..profiling.profiler import profile, profile_call
+from ..profiling.profiler import profile_arguments, profile_call
 from ..schedules.graph import Graph
 from .phases import Span, order_of
 from .profiles import kind_of, known_profile
@@ -106,7 +106,7 @@ class Call:
 
         def made() -> Graph:
             if part is None:
-                return profile(traced, *self.args, **options, **self.kwargs)
+                return profile_arguments(traced, self.args, self.kwargs, **options)
             return profile_call(traced, stand_ins(part.values), tensors_held((self.args, self.kwargs)), **options)
 
         with self.ambient.restored():

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 
 from ..budget import Budget, check_budget, parse_budget
-from ..capture.tracer import trace, ways_of
+from ..capture.tracer import capture_call, ways_of
 from ..devices import device_of
 from ..errors import TraceError, check_kind
 from ..execution.assembly import checked_program
@@ -25,6 +25,7 @@ from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, check_bandwidth
 from ..measure.device_memory import device_memory
 from ..measure.tensor_bytes import storage_bytes
+from ..module_state.ambient import outside_inference
 from ..module_state.batches import tensors_held
 from ..module_state.random_state import preserved_random
 from ..module_state.refusals import reason_against
@@ -117,7 +118,7 @@ def rematerialize(
     check_bandwidth(gather_bandwidth)
     if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"plan is {plan!r}, expected a Plan")
-    with Rewriting(module).replaced():
+    with outside_inference(), Rewriting(module).replaced():
         _check_rewritable(module)
         budget_of = _budget(memory_budget, args, kwargs, module)
         traced = _traced(module, args, kwargs)
@@ -207,7 +208,7 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             raise TraceError(f"{type(module).__name__} is sharded, so that no more than a unit of it is in one piece")
         if is_exchanged(module):
             raise TraceError(f"{type(module).__name__} holds a compiled part or a bounded deque, which stays as it is")
-        return trace(module, *args, **kwargs)
+        return capture_call(module, args, kwargs)[0]
     except TraceError as error:
         return error
 

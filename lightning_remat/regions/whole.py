@@ -21,7 +21,7 @@ from ..module_state.nesting import flatten
 from ..operations.operation import TracedModule
 from ..plans.plan import Plan
 from ..plans.planner import fastest_plan
-from ..profiling.profiler import profile
+from ..profiling.profiler import profile_arguments
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
@@ -95,7 +95,7 @@ class _Whole:
     def with_way(self, traced: TracedModule) -> _Whole:
         """The same with one way more, profiled."""
         leaves = flatten((self.args, self.kwargs))[0]
-        graph = known_profile(traced, leaves, {}, lambda: profile(traced, *self.args, **self.kwargs))
+        graph = known_profile(traced, leaves, {}, lambda: profile_arguments(traced, self.args, self.kwargs))
         return replace(self, ways=(*self.ways, traced), graphs=(*self.graphs, graph))
 
     def plain(self, graph: Graph) -> Simulation:

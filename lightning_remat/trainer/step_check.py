@@ -23,6 +23,7 @@ from ..execution.rewriter import programs_in
 from ..measure.device_memory import device_memory
 from ..module_state.nesting import tensors_in
 from ..module_state.sharding import has_units
+from ..operations.saved_tensors import version_of
 from ..regions.self_check import Compared, Outcome, compared, find_difference, fingerprint
 from ..reports.result import Result
 from .lightning_step import LightningTrial
@@ -133,14 +134,14 @@ def outcome(trial: LightningTrial, batch_size: int, variation: Variation = NEXT)
     trainer, module = trial.trainer, trial.trainer.lightning_module
     with trial.undone():
         _vary(trainer, variation)
-        versions = {name: p._version for name, p in module.named_parameters()}
+        versions = {name: version_of(p) for name, p in module.named_parameters()}
         batch, index = trial.batch_of(batch_size), trial.batch_idx + variation.num_steps
         loss = run_optimization(trainer, batch, index, with_optimizer=False)
         found = {f"loss {i}": t for i, t in enumerate(tensors_in(loss))}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
-            if parameter._version != versions.get(name):  # a teacher that follows in the forward, say
+            if version_of(parameter) != versions.get(name):  # a teacher that follows in the forward, say
                 found[f"parameter {name}"] = parameter
         found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
         found |= {f"random state of {device}": random_state(device) for device in {HOST, trial.device}}
