@@ -46,7 +46,7 @@ def test_inputs_that_do_not_go_with_the_trace_are_refused_as_such() -> None:
     traced = trace(nn.Linear(3, 3), X)
     with pytest.raises(TraceError, match=r"Linear was traced with other inputs\. Remedy: profile it with inputs like"):
         profile(traced, torch.ones(2, 4))
-    with pytest.raises(TraceError, match=r"missing (a )?required (positional )?argument"):
+    with pytest.raises(TraceError, match=r"Linear was traced with other inputs\."):
         profile(traced)
     assert len(profile(traced, X).nodes) == 1
 

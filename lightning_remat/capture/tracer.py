@@ -361,8 +361,8 @@ def _name(n: fx.Node) -> str:
     if not stack:
         return _kind(n)
     path, kind = stack[-1]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("['", ".").replace("']", "")
-    path = re.sub(r"\.?(_modules|__self__)|[\[\]()]|'", "", path).replace("..", ".").strip(".")
+    path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("[", ".").replace("]", "")
+    path = re.sub(r"\.?(_modules|__self__|__dict__)|[()]|'", "", path).replace("..", ".").strip(".")
     where = kind if isinstance(kind, str) else kind.__module__  # of what `torch.export` made it is a name
     is_layer = where.startswith("torch.nn.modules")
     return path if path and is_layer else ".".join(filter(None, [path, _kind(n)]))

@@ -90,8 +90,8 @@ def profile(
             return profile_arguments(traced, args, kwargs, **options)
     except TraceError as error:
         raise TraceError(
-            f"{type(traced.module).__name__} was traced with other inputs. Remedy: profile it with inputs like those, as "
-            f"of these it is true that {error}"
+            f"{type(traced.module).__name__} was traced with other inputs. Remedy: profile it with inputs like those. "
+            f"Of these it is true that {error}"
         ) from error
 
 

@@ -256,3 +256,20 @@ def test_what_torch_export_made_is_traced() -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
     exported = torch.export.export(net, (x,)).module()
     assert [o.kind for o in trace(exported, x).operations] == ["linear", "tanh", "linear"]
+
+
+def test_operations_are_named_by_the_paths_of_their_modules_wherever_these_are_held() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"inner": nn.Sigmoid()})["inner"])
+            self.by_key, self.listed = nn.ModuleDict({"q": nn.Linear(4, 4)}), [nn.Tanh()]
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1  # by which TorchDynamo asks the module's dictionary for what it holds
+            self.last = x.detach()
+            return self.listed[0](self.by_key["q"](self.layers(x)))
+
+    names = [operation.name for operation in trace(Held(), torch.randn(2, 4)).operations]
+    assert names == ["detach", "layers.0", "layers.1", "by_key.q", "listed.0"]
