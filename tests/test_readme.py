@@ -27,6 +27,7 @@ def test_the_plain_pytorch_snippet_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert 0 < float(overhead) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about the tiny run
 def test_the_lightning_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (snippet,) = [s for s in SNIPPETS if "Trainer(" in s]

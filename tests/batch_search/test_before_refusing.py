@@ -12,6 +12,7 @@ from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.reports.result import Result
 
 
+@pytest.mark.slow
 def test_the_plain_step_is_executed_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though planned steps need far more than predicted, it may need less."""
 

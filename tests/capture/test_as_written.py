@@ -125,6 +125,7 @@ def test_bits_and_gradients_are_the_plain_ones(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
+@pytest.mark.slow
 def test_a_generator_goes_on_where_it_was() -> None:
     module, x = Generated(), torch.randn(64, WIDTH)
     module.numbers = (n for n in (1, 2, 4))

@@ -53,6 +53,7 @@ def both(act: Callable[[Tensor], object]) -> tuple[nn.Module, nn.Module]:
     return plain, ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("act", "message"), [(assert_finite, "not finite"), (assert_and_say_nothing, "")])
 def test_an_assertion_fails_as_in_the_plain_forward(act: Callable[[Tensor], object], message: str) -> None:
     pair = both(act)
@@ -70,6 +71,7 @@ def test_an_assertion_is_no_part_of_a_recomputation() -> None:
     assert all(part in o.effects for o in asserting for part in o.parts if part.name.startswith(("_assert", "isfin")))
 
 
+@pytest.mark.slow
 def test_a_custom_operation_that_returns_nothing_is_called_as_often() -> None:
     found: list[list[float]] = []
     for module in both(lambda x: torch.ops.lightning_remat_tests.tell(x.detach().mean())):

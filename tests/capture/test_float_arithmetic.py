@@ -73,5 +73,6 @@ class Complement(Annealed):
         return h * self.rate + h.sin() * (1 - self.rate)
 
 
+@pytest.mark.slow
 def test_one_operation_needs_no_second_capture() -> None:
     assert outcome_of(Complement, steps=12) is Outcome.EXACT

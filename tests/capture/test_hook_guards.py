@@ -99,6 +99,7 @@ def test_later_hooks_fire(register: Callable[[Net], None]) -> None:
     assert equal(gradients(ours), after)
 
 
+@pytest.mark.slow
 def test_they_come_and_go() -> None:
     plain = Net()
     ours = recomputing_copy(plain, X, kept=[])

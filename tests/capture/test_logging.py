@@ -75,6 +75,7 @@ class FailsOnFakeTensors(nn.Sequential):
         return y + torch.ops.remat_logging.doubled(y.detach())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [nn.Sequential, AsksForAValue, RemovesAHook, AsksForTheThread, FailsOnFakeTensors])
 def test_a_capture_says_nothing(kind: type[nn.Sequential], caplog: pytest.LogCaptureFixture) -> None:
     module, x = kind(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2))), torch.randn(64, 8)

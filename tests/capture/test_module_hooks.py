@@ -221,6 +221,7 @@ class Clamped(nn.Module):
         return x + self.down(h)
 
 
+@pytest.mark.slow
 def test_hooks_of_tensors_stand_beside_those_that_tell_of_backwards() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Clamped() for _ in range(4)))

@@ -94,6 +94,7 @@ def test_the_largest_and_the_fastest_batch(capsys: pytest.CaptureFixture[str]) -
     assert told["optimizers"] == ["AdamW"]
 
 
+@pytest.mark.slow
 def test_a_lightning_module_brings_its_input_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     told = asked(capsys, f"{HERE}:Lit")
     assert (told["batch_size"], told["optimizers"], told["budget_bytes"]) == (64, ["Adam"], None)
@@ -113,6 +114,7 @@ def test_precision_takes_less(capsys: pytest.CaptureFixture[str]) -> None:
     assert half["plain_peak_bytes"] < 0.55 * full["plain_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_device_of_a_data_sheet_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
     slow = asked(capsys, f"{HERE}:chain(512, 4)", "--input", "4096x512", "--device", "T4")
     fast = asked(capsys, f"{HERE}:chain(512, 4)", "--input", "4096x512", "--device", "h100")
@@ -121,6 +123,7 @@ def test_a_device_of_a_data_sheet_is_faster(capsys: pytest.CaptureFixture[str]) 
     assert fast["budget_bytes"] == int(80e9 * 0.95)
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_values_while_it_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(capsys, f"{HERE}:ReadsValues", "--input", "64x32")["network"] == "ReadsValues"
 
@@ -139,6 +142,7 @@ def test_a_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert by_class["network"] == "GPT2LMHeadModel"
 
 
+@pytest.mark.slow
 def test_a_person_reads_a_verdict_a_curve_and_a_line_of_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE}:chain", "--input", "1024x32", "--memory", "1100KiB", "--planner", "periodic"]) == 0
     text = capsys.readouterr().out
@@ -146,11 +150,13 @@ def test_a_person_reads_a_verdict_a_curve_and_a_line_of_code(capsys: pytest.Capt
         assert part in text
 
 
+@pytest.mark.slow
 def test_all_planners_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     told = asked(capsys, f"{HERE}:chain(8, 3)", "--input", "64x8", "--memory", "95%", "--compare")
     assert {attempt["planner"] for attempt in told["compared"]} >= {"auto", "rotor", "periodic"}
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_plan(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     wanted = ["plan", f"{HERE}:chain", "--input", "1024x32", "--memory", "70%", "--planner", "periodic"]

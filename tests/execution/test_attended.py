@@ -50,6 +50,7 @@ def assert_equal_steps(plain: nn.Module, ours: nn.Module, xs: list[Tensor]) -> N
     assert_equal_traces(expected, traces(ours, xs))
 
 
+@pytest.mark.slow
 def test_they_do_not_divide_it() -> None:
     plain, ours, x = networks()
     (program,) = programs_in(ours)

@@ -58,6 +58,7 @@ def blocks() -> tuple[nn.Module, nn.Module, Tensor]:
     return plain, ours, x
 
 
+@pytest.mark.slow
 def test_repeated_blocks_are_compiled_once_and_compute_the_same() -> None:
     plain, ours, x = blocks()
     counting = Counting()
@@ -122,6 +123,7 @@ def test_what_is_captured_later_is_compiled_too() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_what_is_not_rematerialized_is_refused() -> None:
     module, x = Turning(), torch.randn(64, 8)
     with pytest.raises(ValueError, match=r"Turning is not rematerialized\. Remedy: call rematerialize first"):

@@ -186,6 +186,7 @@ class TestCompilers:
         with pytest.raises(ValueError, match=r"OptimizedModule.*Remedy"):
             rematerialize(torch.compile(chain(), backend="eager"), X, memory_budget="90%")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
     def test_what_fabric_made_is_refused_and_what_it_was_given_is_not(self, precision: Any) -> None:
         module = chain()

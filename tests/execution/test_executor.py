@@ -39,6 +39,7 @@ common = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [6, pytest.param(90, marks=pytest.mark.slow)])
 def test_random_modules_under_random_schedules(examples: int) -> None:
     """The step equals plain autograd bit by bit, the meter agrees with the simulator, runs equal the schedule's."""
@@ -136,6 +137,7 @@ def test_memory_of_random_schedules_is_what_the_simulator_says() -> None:
     check()
 
 
+@pytest.mark.slow
 def test_evaluations_equal_the_schedule() -> None:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(5)]
     module = nn.Sequential(*blocks)
@@ -174,6 +176,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 def test_a_second_backward_starts_the_schedule_over() -> None:
     results = []
     for module in rewritten_chain()[:2]:
@@ -186,6 +189,7 @@ def test_a_second_backward_starts_the_schedule_over() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_several_forwards_before_one_backward() -> None:
     results = []
     plain, ours, x = rewritten_chain()

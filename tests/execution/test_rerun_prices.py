@@ -109,6 +109,7 @@ def test_whoever_asks_meters_nothing_of_it_and_may_infer() -> None:
     assert flops.get_total_flops() == 0
 
 
+@pytest.mark.slow
 def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     run, rest, stretch, tape, hook = told = rerun_prices()
     monkeypatch.setattr(profiles, "rerun_prices", lambda: told)

@@ -77,6 +77,7 @@ def rewritten(kind: type[nn.Module] = Blocks) -> tuple[nn.Module, Tensor]:
     return module, x
 
 
+@pytest.mark.slow
 def test_a_view_of_a_tensor_that_nobody_knows_rests_with_it() -> None:
     module, x = rewritten()
     peaks = [step_peak(module, x) for _ in range(3)]
@@ -95,6 +96,7 @@ def test_what_is_made_for_others_first_is_filled_when_it_is_made_for_a_backward(
     assert_equal_traces(traces(plain, [x] * 3), traces(module, [x] * 3))
 
 
+@pytest.mark.slow
 def test_learning_holds_nothing_that_goes_meanwhile() -> None:
     module, x = rewritten(Unused)
     plain = step_peak(Unused(), x)
@@ -104,6 +106,7 @@ def test_learning_holds_nothing_that_goes_meanwhile() -> None:
     assert peaks[0] < plain
 
 
+@pytest.mark.slow
 def test_nothing_rests_where_something_else_holds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     form = Learning._form
 

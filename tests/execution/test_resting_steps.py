@@ -54,6 +54,7 @@ def warmed(module: nn.Module, x: Tensor = X) -> nn.Module:
     return ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_random_steps_are_the_plain_ones(examples: int) -> None:
     """The third differentiates a part alone, perhaps twice, which functions with backwards of their own refuse."""

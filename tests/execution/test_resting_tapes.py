@@ -44,6 +44,7 @@ TAPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TAPED)
 @pytest.mark.usefixtures("memory_changes_hands")
 def test_steps_are_the_plain_ones(name: str) -> None:
@@ -53,6 +54,7 @@ def test_steps_are_the_plain_ones(name: str) -> None:
     assert rested_tapes(ours)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
 @pytest.mark.usefixtures("memory_changes_hands")

@@ -189,6 +189,7 @@ def test_a_forward_replaced_by_others_is_refused() -> None:
     assert vars(module)["forward"] is replacement
 
 
+@pytest.mark.slow
 def test_a_rewritten_forward_says_of_itself_what_the_plain_one_says() -> None:
     plain, ours = network().forward, rewritten().forward
     assert inspect.signature(ours) == inspect.signature(plain)

@@ -27,6 +27,7 @@ from lightning_remat.operations.evaluation import compile_stretch, slots
 from lightning_remat.schedules.schedule import Schedule
 
 
+@pytest.mark.slow
 def test_a_batch_norm_runs_again_with_its_neighbours_and_counts_once() -> None:
     """Where its own tape stays; what it writes in training goes to memory that nobody reads."""
     module = nn.Sequential(
@@ -194,6 +195,7 @@ class Read(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_others_read_that_ask_for_gradients_is_made_without_and_asks_for_them() -> None:
     plain, x = Read(), torch.randn(8, 8, 8)
     ours, traced = copy.deepcopy(plain), trace(plain, x)
@@ -243,6 +245,7 @@ class Cells(nn.Module):
         return h
 
 
+@pytest.mark.slow
 def test_saved_items_of_discarded_tuples_are_found_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, x = Cells(), torch.randn(8, 6, 4)
     ours = copy.deepcopy(plain)

@@ -56,6 +56,7 @@ def test_modules_stand_for_their_tensors(mode: object) -> None:
     assert measured.peak_bytes == 5 * 16 + 8 + 4
 
 
+@pytest.mark.slow
 def test_gradients_add_in_place_as_they_do_without_the_meter(mode: object) -> None:
     """x feeds two branches: autograd adds the second gradient to the first in place."""
     x = torch.zeros(256, requires_grad=True)

@@ -90,6 +90,7 @@ def test_a_forward_without_onednn_is_run_again_without_it() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_precision_that_is_set_by_its_own_name_hinders_nothing(when: str) -> None:
     x, ours = torch.randn(4, 8, 16, 16), convolutions()

@@ -13,6 +13,7 @@ from uses import X, chain, same
 from lightning_remat import rematerialize
 
 
+@pytest.mark.slow
 def test_hooks_of_every_kind_fire_as_often_as_in_the_plain_run() -> None:
     counts: list[list[str]] = []
     plain = chain()
@@ -34,6 +35,7 @@ def test_hooks_of_every_kind_fire_as_often_as_in_the_plain_run() -> None:
     assert len(counts[0]) > 20
 
 
+@pytest.mark.slow
 def test_hooks_of_a_backward_fire_as_often_beside_the_parts_that_are_rewritten() -> None:
     x, counts = torch.randn(256, 6).requires_grad_(), []
     plain = nn.Sequential(nn.Sequential(*(nn.Sigmoid() for _ in range(2)), nn.Linear(6, 6)), wide(), wide())
@@ -57,6 +59,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *(nn.Sigmoid() for _ in range(4)))
 
 
+@pytest.mark.slow
 def test_what_hooks_change_and_keep_is_respected() -> None:
     plain, results = chain(), []
     for is_ours in (False, True):

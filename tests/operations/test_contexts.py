@@ -327,6 +327,7 @@ def reentrant(inner: nn.Module, h: Tensor) -> Tensor:
     return cast(Any, checkpoint(inner, h, use_reentrant=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [checkpointed, reentrant, lambda inner, h: Exponential.apply(inner(h))])
 def test_parts_that_are_not_planned_do_what_the_user_wrote(last: Callable[[nn.Module, Tensor], Tensor]) -> None:
     plain, x = Breaking(last), torch.randn(256, 6)

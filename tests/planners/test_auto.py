@@ -165,6 +165,7 @@ def test_what_is_its_own_start_is_searched_once(monkeypatch: pytest.MonkeyPatch)
     assert searched == [graph, other]
 
 
+@pytest.mark.slow
 def test_a_front_does_not_depend_on_what_was_planned_before() -> None:
     graph = relu_chain(12)
     other = relu_chain(12, output_bytes=60)
@@ -271,6 +272,7 @@ def test_in_deep_graphs_it_goes_as_low_as_planners_for_long_chains(
     _front.cache_clear()
 
 
+@pytest.mark.slow
 def test_in_deep_graphs_it_is_never_slower_than_rotor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = convolutions()
     monkeypatch.setattr(constants, "DEEP_NODES", 10)

@@ -40,6 +40,7 @@ def random_windows(graph: Graph, rng: random.Random) -> np.ndarray:
     return windows
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(node_graphs(most=9), st.integers(0, 2**32))
 def test_equals_the_simulator(graph: Graph, seed: int) -> None:
@@ -110,6 +111,7 @@ def test_gaps_are_the_moves_between_held_and_absent() -> None:
     assert (0, 1, 5, 0) in set(map(tuple, rows.tolist()))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(1, 12)), max_size=12))
 def test_windows_are_sets_of_steps(changes: list[tuple[bool, int, int]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from lightning_remat import Graph, Node, simulate
 from lightning_remat.planners._auto.residents import costs_of
 from lightning_remat.planners._auto.tapes import tapes_kept
@@ -42,6 +44,7 @@ def _discarded_early(schedule: Schedule) -> set[int]:
     return {n for kind, n in schedule if kind == "T" and first(Action("T", n)) < first(Action("B", n))}
 
 
+@pytest.mark.slow
 def test_small_tapes_stay_and_large_ones_go() -> None:
     graph = _norms((1, 80, 1, 80, 1, 80, 1, 1))
     plain = plan_auto(graph, 10**6)

@@ -101,7 +101,7 @@ def check_contract(graph: Graph, planner: str) -> None:
         assert seconds == pytest.approx(plain.seconds)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", VARIANTS)
 @given(graph=graphs())
 @settings(deadline=None, max_examples=15)

@@ -15,6 +15,7 @@ from lightning_remat.planners import rotor
 SLOTS = [500, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("floating", [False, True])
 def test_the_papers_toy_example_gives_the_printed_sequence(slots: int | None, floating: bool):

@@ -69,6 +69,7 @@ def test_an_empty_plan_has_nothing_to_explain() -> None:
         explain(plan(Graph(()), 0))
 
 
+@pytest.mark.slow
 def test_a_plan_is_shown_in_one_line() -> None:
     graph = convolutions()
     made = plan(graph, minimum(graph))

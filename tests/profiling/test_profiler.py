@@ -128,6 +128,7 @@ def test_gradients_that_are_added_go_one_by_one(num_steps: int) -> None:
     assert measured <= predicted < measured + weight_bytes // 4
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_and_hooks_are_left_alone() -> None:
     module, x, seen = TwoCells(), torch.randn(3, 4, 64), list[Tensor]()
     given = [torch.ones_like(p) for p in module.parameters()]

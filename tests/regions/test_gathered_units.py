@@ -96,6 +96,7 @@ def test_recomputing_and_gathering_planned_together_beat_each_alone() -> None:
     assert together.step.seconds < alone.simulation.seconds + (plain_gathers - 5) * price
 
 
+@pytest.mark.slow
 def test_all_units_stay_where_there_is_room_and_are_as_before_when_restored() -> None:
     with one_of_many(4) as mesh, FakeTensorMode():
         module, x = shard(Transformer(), mesh=mesh), torch.randn(X_SAMPLES, 8)
@@ -144,6 +145,7 @@ def test_tensor_parallel_two_by_two_is_refused(both: bool) -> None:
             rematerialize(module, torch.randn(8, 8), memory_budget="90%")
 
 
+@pytest.mark.slow
 def test_equal_units_count_the_shards_that_each_has() -> None:
     """The first block is sharded over four processes, the others over two, which share its graph and its profile."""
     with one_of_many(4) as mesh, FakeTensorMode():

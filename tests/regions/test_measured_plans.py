@@ -377,6 +377,7 @@ def test_a_plan_on_fake_tensors_is_a_prediction_and_says_so(caplog: pytest.LogCa
     assert "the peak is predicted, no step was run to measure it; what kernels" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_a_budget_what_is_free_is_planned_for_beside_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(6)))
     x = torch.randn(128, 256)

@@ -118,6 +118,7 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 def test_what_a_capture_caught_does_not_hold_the_step(uncollected: None) -> None:
     """TorchDynamo keeps errors that refer to themselves, through their frames: and so all that these steps make."""
 

@@ -39,6 +39,7 @@ def images() -> Tensor:
     return torch.randn(4, 3, 16, 16)
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_alive_is_seen() -> None:
     net = network()
     loss = net(images()).sum()

@@ -92,6 +92,7 @@ def build(kind: type[Halving]) -> Any:
     return kind()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_seen_is_what_all_further_steps_run(kind: type[Halving]) -> None:
     module, x = build(kind), data()

@@ -115,6 +115,7 @@ class Planned:
         return PLANNERS[self.name](graph, budget_bytes)
 
 
+@pytest.mark.slow
 def test_a_planner_without_a_hash_plans_parts_too() -> None:
     plan = rematerialize(Divided(), torch.randn(256, 32), memory_budget="90%", planner=Planned("periodic"))
     assert plan.rung == "regions"
@@ -132,6 +133,7 @@ class Scaled(nn.Module):
         return self.layers(x) * float(scale[0])
 
 
+@pytest.mark.slow
 def test_a_part_is_called_twice_with_arrays_of_numpy() -> None:
     module, x = Scaled(), torch.randn(256, 32)
 

@@ -302,6 +302,7 @@ class Looping(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.slow
 def test_blocks_that_a_loop_calls_are_found_below_their_container() -> None:
     plain, x = Looping(), torch.randn(256, 16)
     ours = copy.deepcopy(plain)

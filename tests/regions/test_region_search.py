@@ -195,6 +195,7 @@ class HandsOn(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_part_that_hands_on_its_input_is_no_region() -> None:
     layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
     module, x = nn.Sequential(Chooses(), nn.Linear(5, 16), *layers, HandsOn()), torch.randn(256, 16)

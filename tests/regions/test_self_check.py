@@ -195,6 +195,7 @@ def numbered() -> Steps:
 NO_MEMORY, FAILURE = torch.OutOfMemoryError("out of memory"), RuntimeError("lost its way")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planned", "plain", "by_plan", "differs", "different"),
     [

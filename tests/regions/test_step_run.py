@@ -34,6 +34,7 @@ class Counts(nn.Module):
         return self.net(x).sigmoid() * random.random()
 
 
+@pytest.mark.slow
 def test_the_step_that_is_run_leaves_nothing_behind() -> None:
     module = Counts()
     module(X).sum().backward()
@@ -50,6 +51,7 @@ def test_the_step_that_is_run_leaves_nothing_behind() -> None:
     assert random.getstate() == python
 
 
+@pytest.mark.slow
 def test_a_thread_draws_as_if_it_were_alone() -> None:
     module, budget = Counts(), 1 << 30
     rematerialized(module, X, budget=budget)

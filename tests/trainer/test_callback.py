@@ -134,6 +134,7 @@ def test_measured_peak_is_within_the_budget_and_predicted_beside_it(tmp_path: Pa
     assert result.num_steps <= 6
 
 
+@pytest.mark.slow
 def test_plain_prediction_is_exact(tmp_path: Path) -> None:
     callback = remat(memory_budget="100%")
     run(tmp_path, seeded(), callback)
@@ -207,6 +208,7 @@ def test_parts_share_the_budget(tmp_path: Path) -> None:
     assert callback.result.step.keys == ("stem", "body")
 
 
+@pytest.mark.slow
 def test_metrics_reach_every_logger_and_reports_are_written(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
     callback = remat()
@@ -239,6 +241,7 @@ def test_metrics_reach_every_logger_and_reports_are_written(tmp_path: Path) -> N
     assert (folder / "remat_timeline.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_infeasible_budget_names_what_it_needs_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
     module = seeded()
     before = {k: v.clone() for k, v in module.state_dict().items()}

@@ -102,6 +102,7 @@ def compared(factory: type[Watching], tmp_path: Path, **options: Any) -> tuple[l
     return steps, callback
 
 
+@pytest.mark.slow
 def test_several_steps_are_compared_on_a_slice_as_they_come_later_too(tmp_path: Path) -> None:
     steps, callback = compared(Watching, tmp_path)
     assert callback.result.step.num_recomputed
@@ -110,6 +111,7 @@ def test_several_steps_are_compared_on_a_slice_as_they_come_later_too(tmp_path: 
     assert steps[6:] == [(4, 0, 0, 0)]  # in eval mode nothing runs by the plan, so that there is nothing to compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "is_planned"), [({"self_check": False}, True), ({"memory_budget": "1GiB"}, False)])
 def test_nothing_is_compared_by_the_flag_or_without_need(
     tmp_path: Path, options: dict[str, Any], is_planned: bool
@@ -119,6 +121,7 @@ def test_nothing_is_compared_by_the_flag_or_without_need(
     assert not steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "when"),
     [
@@ -147,6 +150,7 @@ class Frozen(Deep):
         return super().training_step(batch, batch_idx) * (2.0 if is_wrong else 1.0)
 
 
+@pytest.mark.slow
 def test_a_difference_where_a_part_is_in_eval_mode_is_found(tmp_path: Path) -> None:
     callback = remat(modules=["net.0"], memory_budget="95%")
     with pytest.warns(UserWarning, match="a planned step with dropout and batch norm in eval mode differs"):
@@ -245,6 +249,7 @@ class Noisy(Watching):
         return super().training_step(batch, batch_idx) * next(self.numbers)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_the_same_twice_is_told_and_planned(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="its plain runs differ from each other in their loss"):
         _, callback = compared(Noisy, tmp_path)
@@ -291,12 +296,14 @@ class FailingAsPlanned(Watching):
         return loss
 
 
+@pytest.mark.slow
 def test_an_error_of_the_planned_step_alone_is_a_difference(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="differs from the plain one in its course: RuntimeError: lost its way"):
         _, callback = compared(FailingAsPlanned, tmp_path)
     assert callback.result is None
 
 
+@pytest.mark.slow
 def test_a_plain_step_that_does_not_fit_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(_device: torch.device) -> DeviceMemory:
         return DeviceMemory(0, 2**30)
@@ -311,5 +318,6 @@ def test_a_plain_step_that_does_not_fit_is_not_run(tmp_path: Path, monkeypatch: 
     assert {size for size, *_ in steps} <= {4, 16}
 
 
+@pytest.mark.slow
 def test_what_is_compared_leaves_no_trace(tmp_path: Path) -> None:
     assert_same_run(tmp_path, max_steps=6, max_epochs=2, callback=remat(self_check=True))

@@ -226,6 +226,7 @@ def test_what_a_step_changes_is_as_in_the_plain_run(tmp_path: Path, factory: Any
     assert_same_run(tmp_path, factory, callback=remat(**options), max_steps=6, max_epochs=2)
 
 
+@pytest.mark.slow
 def test_keep_tries_no_optimizer_step(tmp_path: Path) -> None:
     steps: list[int] = []
 

@@ -263,6 +263,7 @@ def test_what_is_written_is_written_once_and_recomputed_from_as_it_was(case: typ
     assert outcome_of(case) is Outcome.EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
