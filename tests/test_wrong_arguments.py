@@ -44,9 +44,9 @@ def test_something_else_is_refused(call: Callable[[nn.Module], Any], message: st
 
 def test_inputs_that_do_not_go_with_the_trace_are_refused_as_such() -> None:
     traced = trace(nn.Linear(3, 3), X)
-    with pytest.raises(TraceError, match=r"Linear was traced with other inputs\. Remedy: profile it with inputs like"):
+    with pytest.raises(TraceError, match=r"Linear was traced with other inputs, or.*Remedy: profile it"):
         profile(traced, torch.ones(2, 4))
-    with pytest.raises(TraceError, match=r"Linear was traced with other inputs\."):
+    with pytest.raises(TraceError, match="Linear was traced with other inputs, or"):
         profile(traced)
     assert len(profile(traced, X).nodes) == 1
 

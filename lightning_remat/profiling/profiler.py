@@ -90,8 +90,9 @@ def profile(
             return profile_arguments(traced, args, kwargs, **options)
     except TraceError as error:
         raise TraceError(
-            f"{type(traced.module).__name__} was traced with other inputs. Remedy: profile it with inputs like those. "
-            f"Of these it is true that {error}"
+            f"{type(traced.module).__name__} was traced with other inputs, or has changed since. Remedy: profile it "
+            f"with inputs like those, or trace it anew. Of these it is true that {error}",
+            where=error.where,
         ) from error
 
 
