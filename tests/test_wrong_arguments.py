@@ -77,6 +77,7 @@ class InParts(NamedAsOurs):
         return self.part(h, repeats=repeats, with_scratch=with_scratch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [NamedAsOurs, InParts])
 def test_a_forward_may_have_arguments_named_as_ours(kind: type[nn.Module]) -> None:
     module, x = kind(), torch.randn(256, 8)

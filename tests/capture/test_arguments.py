@@ -64,7 +64,7 @@ def content(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_a_forward_writes_into_its_arguments_is_written_once(name: str, decides: bool) -> None:

@@ -118,6 +118,7 @@ class AsksABuffer(nn.Module):
         return self.last(x.sigmoid().exp().sigmoid())
 
 
+@pytest.mark.slow
 def test_nested_tensors_are_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     parts = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)

@@ -59,7 +59,7 @@ QUESTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_who_computes_is_told_that_nothing_is_compiled(question: str) -> None:
     torch.manual_seed(0)
@@ -144,6 +144,7 @@ def test_values_decide_as_without_a_capture() -> None:
     assert_equal_traces(traces(plain, [(X, ones), (X, some)]), traces(module, [(X, ones), (X, some)]))
 
 
+@pytest.mark.slow
 def test_on_fake_tensors_nobody_is_made_to_look_at_values() -> None:
     with FakeTensorMode():
         module = Masked()
@@ -154,6 +155,7 @@ def test_on_fake_tensors_nobody_is_made_to_look_at_values() -> None:
     assert plan.num_recomputed
 
 
+@pytest.mark.slow
 def test_others_that_compile_are_told_the_truth() -> None:
     """While nothing is captured here, the answers are PyTorch's."""
     module = Scale(lambda *_: torch.compiler.is_compiling())

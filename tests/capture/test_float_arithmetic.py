@@ -60,7 +60,7 @@ class Thrice(Annealed):
         return h * (self.rate * 3 * 0.1)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Compared, Repeated, ThereAndBack, Thrice])
 def test_numbers_are_pythons(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

@@ -82,7 +82,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return 0 < len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "register",
     [of_a_submodule, of_a_container, before_its_call, before_it_came, in_another_dictionary, outside_the_tree],
@@ -133,6 +133,7 @@ def test_what_torch_jit_compiled_may_have_some() -> None:
         assert has_hooked_submodules(nn.Sequential(torch.jit.trace(nn.Linear(8, 8), X)))
 
 
+@pytest.mark.slow
 def test_which_guards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     guard_hooks = GuardBuilder.SEQUENCE_LENGTH  # by which those are guarded that are

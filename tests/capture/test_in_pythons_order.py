@@ -79,7 +79,7 @@ class Reordered(Halves):
         return folded(h, self.numbers.values())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [OfAList, Frozen, OfTwo, OfKeys, Comprehended, Emptied, Grown, Reordered])
 def test_bits_are_those_of_the_plain_run(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

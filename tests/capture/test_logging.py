@@ -22,6 +22,7 @@ class TellsOnce(nn.Sequential):
         return y.square().mean()
 
 
+@pytest.mark.slow
 def test_what_is_said_once_divides_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     once = functools.lru_cache(None)(lambda self, message: self.warning(message))
     monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)

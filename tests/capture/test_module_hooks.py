@@ -97,7 +97,7 @@ def assert_same(ours: list[Any], plain: list[Any]) -> None:
         assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_hooks_fire_as_in_the_plain_step_within_the_budget(case: str) -> None:
     torch.manual_seed(0)

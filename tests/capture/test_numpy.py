@@ -65,7 +65,7 @@ class Scaled(Halves):
         return h.reshape(-1, int(np.prod(h.shape[1:]))) / np.sqrt(h.shape[-1]) * np.exp(0.3)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Spaced, Averaged, Activated, Drawn, Masked, Scaled])
 def test_numpy_computes_and_draws_itself(kind: type[Halves]) -> None:
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def test_of_a_tuple_that_is_read_as_a_whole_only_what_asked_for_gradients_asks_f
     assert differentiable_in(7, torch.zeros(2, requires_grad=True)) == [(7, -1)]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["native_layer_norm.default", "bernoulli", "tanh.default"])
 def test_one_that_fails_leaves_nothing(kernel: str) -> None:
     plain, ours, x = networks()
@@ -141,6 +141,7 @@ def test_a_tape_is_read_twice() -> None:
     assert_equal_steps(plain, ours, [x, x, x])
 
 
+@pytest.mark.slow
 def test_what_is_kept_stays_out() -> None:
     """A tape that stays is neither dropped nor caught again."""
     plain, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 4, 8)

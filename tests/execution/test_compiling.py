@@ -70,6 +70,7 @@ def test_repeated_blocks_are_compiled_once_and_compute_the_same() -> None:
     assert 0 < len(counting.graphs) < given
 
 
+@pytest.mark.slow
 def test_what_brings_a_tape_or_draws_stays_as_it_is() -> None:
     layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)]
     plain, x, backend = nn.Sequential(*layers), torch.randn(16, 8), Counting()

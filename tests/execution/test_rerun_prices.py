@@ -102,6 +102,7 @@ def test_settings_of_the_first_that_asks_are_not_in_them(monkeypatch: pytest.Mon
     assert seen == {("cpu", False, False)}
 
 
+@pytest.mark.slow
 def test_whoever_asks_meters_nothing_of_it_and_may_infer() -> None:
     rerun_prices()
     with FlopCounterMode(display=False) as flops, torch.inference_mode():

@@ -72,6 +72,7 @@ def test_items_of_tuples_rest() -> None:
     assert_rests_as_plain(Cells(), [X, X + 1, X, X])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divide", ["chunk", "split", "unbind"])
 def test_an_item_of_a_tuple_that_is_kept_does_not_rest(divide: str) -> None:
     def does(m: Between, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_steps_are_the_plain_ones(name: str) -> None:
     assert rested_tapes(ours)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
 @pytest.mark.usefixtures("memory_changes_hands")

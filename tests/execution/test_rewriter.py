@@ -196,6 +196,7 @@ def test_a_rewritten_forward_says_of_itself_what_the_plain_one_says() -> None:
     assert (ours.__name__, ours.__doc__) == (plain.__name__, plain.__doc__)
 
 
+@pytest.mark.slow
 def test_eval_mode_warns() -> None:
     with pytest.warns(UserWarning, match="eval mode"):
         rematerialize(network().eval(), X, memory_budget="100%", planner="periodic")

@@ -70,6 +70,7 @@ def _rewritten(module: nn.Module, x: torch.Tensor) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_hooked_and_random_operations_do_not_divide_a_forward() -> None:
     plain, x = _blocks(dropout=0.5), torch.randn(4, 8)
     ours = copy.deepcopy(plain)
@@ -84,6 +85,7 @@ def test_hooked_and_random_operations_do_not_divide_a_forward() -> None:
     assert_equal_traces(expected, traces(ours, [x, x, x]))
 
 
+@pytest.mark.slow
 def test_an_error_within_a_hooked_operation_leaves_no_hook_and_no_lock() -> None:
     plain, x = _blocks(dropout=0.5), torch.randn(4, 8)
     ours = copy.deepcopy(plain)

@@ -159,6 +159,7 @@ def test_transforms_of_torch_func_use_the_plain_forward() -> None:
     assert same(list(found.values()), list(gradients(module).values()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:.*torch\.jit")  # PyTorch's own functions for such derivatives are scripted
 def test_where_derivatives_are_taken_forwards_the_plain_forward_runs() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Dropout(0.2), nn.Linear(6, 6))
@@ -214,6 +215,7 @@ def test_two_rewritten_models_train_each_other() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_equal_steps_notices_a_difference() -> None:
     with pytest.raises(AssertionError):
         assert_equal_steps(chain(1), X, step=_different)

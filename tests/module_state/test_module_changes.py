@@ -104,6 +104,7 @@ class Annealed(nn.Module):
         return (self.layer(x).sigmoid() / self.temperature).exp()
 
 
+@pytest.mark.slow
 def test_a_changed_attribute_that_the_forward_reads_is_obeyed() -> None:
     plain = Annealed()
     ours = recomputing_copy(plain, X)

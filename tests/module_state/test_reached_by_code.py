@@ -193,7 +193,7 @@ def test_each_trial_finds_the_same(make: Callable[[], Counting]) -> None:
         assert module.number() != found[0]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [rebound, OfItsClass, OfAGlobalNumber])
 def test_planning_leaves_no_trace(make: Callable[[], Counting]) -> None:
     module, x = make(), torch.randn(64, 8)

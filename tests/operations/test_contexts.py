@@ -138,7 +138,7 @@ def test_functions_that_are_not_captured_run_as_they_are(does: Callable[[Tensor]
     assert_equal_beside(Inside(does))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Between, lambda does: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Inside(does))])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_custom_functions_keep_their_backward(name: str, kind: Callable[[Any], nn.Module]) -> None:
@@ -267,7 +267,7 @@ def test_what_a_trace_cannot_carry_is_refused_in_the_forward_itself(does: Callab
         trace(Between(does), X)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("does", STOPS)
 def test_and_runs_as_it_is_in_a_submodule(does: Callable[[Tensor], Tensor]) -> None:
     assert_equal_beside(Inside(does))

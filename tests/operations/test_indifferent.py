@@ -102,6 +102,7 @@ def outcome(target: Any, args: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]
     return kernels.seen, list(out) if isinstance(out, (tuple, list)) else [out]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "target"), listed())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_the_same_kernels_give_the_same_bits(name: str, target: Any, dtype: torch.dtype) -> None:

@@ -350,6 +350,7 @@ class Queue(nn.Module):
         return self.last(y).sigmoid()
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_written_after_it_was_read() -> None:
     def twice(module: nn.Module, args: tuple[Tensor]) -> Tensor:
         loss = module(*args).sum() + module(args[0] * 2).square().sum()

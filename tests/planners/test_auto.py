@@ -93,6 +93,7 @@ def test_the_floor_is_that_of_exhaustive_search(graph: Graph) -> None:
     assert minimum(graph) == lowest_peak(graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stretch_price", [0.0, 4.0])
 def test_more_budget_is_never_slower(stretch_price: float) -> None:
     graph = priced(convolutions(), stretch_price)
@@ -134,6 +135,7 @@ def is_used(graph: Graph, n: int, later: Sequence[Action]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_another_size_starts_from_what_was_found_at_the_first() -> None:
     graph = convolutions()
     small = replace(

@@ -16,6 +16,7 @@ def budgets(graph, step):
     return range(graph.input_bytes, top + 30, step)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(node_graphs(most=9, views=False))
 def test_the_same_evictions_as_the_recursive_reference(graph):
@@ -31,6 +32,7 @@ def test_the_same_evictions_as_the_recursive_reference(graph):
             assert str(decode(graph, actions)) == " ".join(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(node_graphs(most=10))
 def test_every_replay_is_valid_within_its_limit_and_lower_with_liveness(graph):

@@ -70,6 +70,7 @@ def test_every_kept_set_is_a_choice_of_windows(graph: Graph, seed: int) -> None:
     assert seconds <= simulation.seconds + 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(node_graphs(most=10), st.integers(0, 2**32))
 def test_gradient_levels_are_what_the_simulator_adds(graph: Graph, seed: int) -> None:

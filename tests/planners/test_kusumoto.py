@@ -92,6 +92,7 @@ def test_least_overhead_equals_exhaustive_search_on_larger_graphs(instance):
         assert cost(problem, sequence).overhead == min(overhead for overhead, peak in costs if peak <= budget)
 
 
+@pytest.mark.slow
 @given(lower_set_problems(most=6), st.floats(0.01, 3.0))
 @settings(deadline=None)
 def test_memories_that_are_no_integers_keep_the_threshold(instance, scale):
@@ -254,6 +255,7 @@ def test_view_is_part_of_what_it_views():
     assert set(storages.edges) == {(0, 2), (1, 2)}
 
 
+@pytest.mark.slow
 def test_many_independent_branches_narrow_the_search_and_say_so(caplog):
     caplog.set_level("INFO", "lightning_remat")
     relu = {"output_bytes": 100, "forward_seconds": 1.0, "backward_seconds": 2.0}

@@ -87,6 +87,7 @@ def test_rotor_is_optimal_on_a_plain_chain(budget: int):
         assert simulate(graph, plan_rotor(graph, budget)).seconds == best
 
 
+@pytest.mark.slow
 @given(graph=block_graphs(), fraction=st.floats(0.4, 1.0))
 @settings(deadline=None, max_examples=40)
 def test_the_wider_family_is_never_slower_and_never_higher(graph: Graph, fraction: float):

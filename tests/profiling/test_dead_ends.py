@@ -48,6 +48,7 @@ class Quantized(nn.Module):
         return self.decode(z + (quantized - z).detach()), (quantized - z.detach()).square().mean()
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_for_a_backward_that_never_comes() -> None:
     module = Choosing()
     graph = profile(trace(module, X), X)
@@ -57,6 +58,7 @@ def test_nothing_is_kept_for_a_backward_that_never_comes() -> None:
     assert kept == pytest.approx(step_peak(module, X), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Choosing, Quantized])
 def test_steps_are_the_same_in_every_bit(kind: type[nn.Module]) -> None:
     module = kind()
@@ -64,7 +66,7 @@ def test_steps_are_the_same_in_every_bit(kind: type[nn.Module]) -> None:
     assert_equal_traces(traces(module, [X, X]), traces(ours, [X, X]))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("share", ["90%", "80%"])
 def test_a_budget_below_what_plain_takes_is_kept(share: str) -> None:
     module = Choosing()

@@ -79,6 +79,7 @@ class WritesLater(MixesTokens):
         return super().forward(y * ones)
 
 
+@pytest.mark.slow
 def test_sizes_become_known_in_the_order_in_which_operations_run() -> None:
     module = WritesLater(12, 10)
     traced, values = capture_call(module, (torch.randn(4, 12, 10),), {})

@@ -27,6 +27,7 @@ X = torch.randn(2, 3, 8, 8)
 IMAGE = 2 * 8 * 8 * 8 * 4  # bytes of the convolution's output
 
 
+@pytest.mark.slow
 def test_what_autograd_keeps() -> None:
     graph = profile(trace(Block(), X), X)
     nodes = {n.name: n for n in graph.nodes}
@@ -58,6 +59,7 @@ def test_fake_tensors_give_the_same_bytes() -> None:
     assert all(n.forward_seconds > 0 for n in fake.nodes), "nothing is free"
 
 
+@pytest.mark.slow
 def test_profiling_leaves_everything_as_it_was() -> None:
     module = Block()
     module.conv.weight.grad = torch.ones_like(module.conv.weight)

@@ -81,6 +81,7 @@ def test_batch_size_can_be_changed_after_setup(data):
     assert len(list(data.train_dataloader())) == 1, "but never the whole data set"
 
 
+@pytest.mark.slow
 def test_photographs_are_real_bundled_and_in_one_part_only():
     names = TRAIN + VALIDATION + TEST
     assert len(set(names)) == len(names)

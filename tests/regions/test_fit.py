@@ -45,7 +45,7 @@ def planned(module: nn.Module, x: Tensor = IMAGES) -> Plan:
     return Plan.from_json(found.to_json())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [network, InParts, Aside])
 @pytest.mark.parametrize(
     ("other", "told"),
@@ -82,6 +82,7 @@ def test_a_plan_for_a_wider_module_is_refused() -> None:
         rematerialize(mlp(256), x, plan=made)
 
 
+@pytest.mark.slow
 def test_a_plan_of_parts_for_a_module_without_them_is_refused() -> None:
     made = planned(Aside())
     with pytest.raises(ValueError, match="the plan is for a module with a part 'net', which Aside has not"):

@@ -126,6 +126,7 @@ def test_a_wrong_bandwidth_is_told(bandwidth: Any) -> None:
         rematerialize(nn.Linear(2, 2), torch.zeros(2, 2), gather_bandwidth=bandwidth)
 
 
+@pytest.mark.slow
 def test_a_bandwidth_cannot_be_measured_alone() -> None:
     with one_of_many(4) as mesh:
         module = shard(Transformer(), mesh=mesh)

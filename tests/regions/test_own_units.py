@@ -82,7 +82,7 @@ def reads(module: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
     return readers.recomputing, readers.outside
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("reshards", [True, False])
 def test_recomputations_read_their_own_unit_alone(stages: int, reshards: bool, monkeypatch: pytest.MonkeyPatch) -> None:

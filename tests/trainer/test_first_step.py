@@ -33,7 +33,7 @@ class Needs(Deep):
         return loss
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", START_HOOKS)
 def test_what_the_modules_start_hooks_make_is_there(tmp_path: Path, hook: str) -> None:
     def make(self: Any, *args: Any) -> None:
@@ -42,7 +42,7 @@ def test_what_the_modules_start_hooks_make_is_there(tmp_path: Path, hook: str) -
     assert_same_run(tmp_path, type("Own", (Needs,), {hook: make}))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", START_HOOKS)
 def test_what_other_callbacks_make_is_there(tmp_path: Path, hook: str) -> None:
     def make(self: Any, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -90,7 +90,7 @@ class Held:
         return next(self.items)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loader",
     [

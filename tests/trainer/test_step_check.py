@@ -184,7 +184,7 @@ class Specialized(Watching):
         self.net = Shaped(self.net)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [Sized, Specialized])
 def test_where_no_slice_serves_the_whole_batch_is_compared(tmp_path: Path, factory: type[Watching]) -> None:
     steps, callback = compared(factory, tmp_path)
@@ -280,7 +280,7 @@ class ExhaustingPlain(Exhausting):
     only_plain = True
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [Failing, Exhausting, ExhaustingPlain])
 def test_steps_that_cannot_be_tried_are_no_difference(tmp_path: Path, factory: type[Watching]) -> None:
     steps, callback = compared(factory, tmp_path)

@@ -112,7 +112,7 @@ class Functional(Deep):
 STEPS = [Penalty, Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries, Functional]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", STEPS)
 @pytest.mark.filterwarnings("ignore:Rematerialization leaves the model as it is")
 @pytest.mark.parametrize("batch_size", ["keep", pytest.param("auto", marks=pytest.mark.slow)])
@@ -249,7 +249,7 @@ class OwnStep(Deep):
             optimizer_closure()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [SparseAndDense, WithOutdated, WithNewton, OwnStep])
 @pytest.mark.parametrize("batch_size", ["keep", pytest.param("auto", marks=pytest.mark.slow)])
 def test_optimizers(tmp_path: Path, factory: Any, batch_size: Any) -> None:

@@ -219,7 +219,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", KINDS)
 @pytest.mark.parametrize("options", [{}, pytest.param(SEARCH, marks=pytest.mark.slow)], ids=["keep", "search"])
 def test_what_a_step_changes_is_as_in_the_plain_run(tmp_path: Path, factory: Any, options: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class Written(Enlarged):
         return functional.interpolate(self.net(batch[0])[None], scale_factor=8).square().mean()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("as_module", "as_function"), [(Criterion, Function), (Enlarged, Written)])
 def test_what_a_module_without_parameters_saves_is_told_as_of_a_function(
     as_module: type[LightningModule], as_function: type[LightningModule], tmp_path: Path

@@ -64,7 +64,7 @@ class Redrawn(Noise):
         return nn.functional.dropout(h @ self.matrix, 0.5)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Noise, NoiseOfParts, NoiseInLists, NoiseAtTheEnd, Redrawn])
 def test_what_a_forward_draws_is_drawn_once(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

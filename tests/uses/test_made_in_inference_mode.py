@@ -84,6 +84,7 @@ def test_steps_are_those_of_the_plain_module(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
+@pytest.mark.slow
 def test_what_is_planned_there_trains_outside() -> None:
     module, x = Halves(), Halves().batch(0)[0]
     with torch.inference_mode():

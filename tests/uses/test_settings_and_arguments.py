@@ -135,7 +135,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_sees_the_present_arguments_and_settings(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT

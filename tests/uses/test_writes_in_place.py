@@ -141,7 +141,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_in_place_is_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
