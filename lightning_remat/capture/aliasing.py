@@ -32,6 +32,7 @@ class Record:
         views: The fx nodes that own the storages in which its value lives, other than itself.
         owns: Whether its value has a storage of its own.
         writes: The fx nodes that own the storages that it wrote in place.
+        grafts: Those of them into which it wrote with gradients: they flow through the write from then on.
         is_random: Whether it drew random numbers.
         is_permuted: Whether a tensor in its value has its dimensions in another order in memory.
         needs_grad: Whether gradients flow through it to a tensor in its value.
@@ -43,6 +44,7 @@ class Record:
     views: set[fx.Node] = field(default_factory=set[fx.Node])
     owns: bool = False
     writes: set[fx.Node] = field(default_factory=set[fx.Node])
+    grafts: set[fx.Node] = field(default_factory=set[fx.Node])
     is_random: bool = False
     is_permuted: bool = False
     needs_grad: bool = False
@@ -164,7 +166,6 @@ class _Recorder(fx.Interpreter):
             value = super().run_node(n)
             is_recorded = torch.is_grad_enabled() and n.target not in UNSEEN_WRITES
         entry = self.records[n] = Record(is_random=watch.is_random)
-        changed: list[Tensor] = []
         for i, tensors in inputs.items():
             for t in tensors:
                 storage, owner = stored[t]
@@ -172,14 +173,15 @@ class _Recorder(fx.Interpreter):
                 is_written = (t in before and t._version != before[t]) or (n.target in UNSEEN_WRITES and i is n.args[0])
                 if is_written or (storage is not None and any(w is storage for w in watch.written)):
                     entry.writes.add(owner or i)
-                    changed.append(t)
+                    if is_recorded and t.requires_grad:
+                        entry.grafts.add(owner or i)
         if n.op != "output":
             self._note_value(n, entry, [t for t in tree_leaves(value) if isinstance(t, Tensor)])
             origin = next((i for i in inputs if value is self.env[i] and isinstance(value, Tensor)), None)
             entry.passes_on = None if origin is None else self.records[origin].passes_on or origin
         entry.needs_grad &= is_recorded or not entry.writes  # a cast that changes nothing passes gradients on anywhere
         # `y[0] = x` has no value.
-        if n.op == "output" or entry.needs_grad or (is_recorded and any(t.requires_grad for t in changed)):
+        if n.op == "output" or entry.needs_grad or entry.grafts:
             entry.differentiates = needing
         return value
 

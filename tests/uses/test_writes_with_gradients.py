@@ -1,0 +1,95 @@
+"""A learned token is written into what comes into a graph: into the batch, or after a break; no plan holds it.
+
+So do models that are trained on what is masked, wav2vec's and HuBERT's among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from changing_steps import BATCH, WIDTH, Halves, Outcome, outcome_of
+from torch import Tensor, nn
+
+from lightning_remat import TraceError, rematerialize, trace
+from lightning_remat.module_state.batches import record_values
+
+
+class Token(Halves):
+    """Written into the batch, which asks for no gradients before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x[::2] = self.token
+        return super().forward(x)
+
+
+class TokenCopied(Token):
+    def forward(self, x: Tensor) -> Any:
+        x[: BATCH // 2].copy_(self.token)
+        return Halves.forward(self, x)
+
+
+class TokenAfterABreak(Token):
+    """Into the result of the graph before, from the third step on."""
+
+    masks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(WIDTH, WIDTH)
+
+    def change(self, k: int) -> None:
+        self.masks = k >= 2
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.middle(self.head(x))
+        torch._dynamo.graph_break()
+        if self.masks:
+            h[::2] = self.token.to(torch.float32)
+        return self.tail(h.sigmoid())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Token, TokenCopied])
+def test_the_rest_is_rewritten(case: type[Halves]) -> None:
+    assert outcome_of(case) is Outcome.EXACT
+
+
+@pytest.mark.slow
+def test_a_piece_that_comes_to_write_runs_plain() -> None:
+    assert outcome_of(TokenAfterABreak) is Outcome.PARTLY
+
+
+@pytest.mark.parametrize("case", [Token, TokenCopied])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_it_is_no_single_graph(case: type[Halves], requires_grad: bool) -> None:
+    x = torch.randn(BATCH, WIDTH, requires_grad=requires_grad) * 1
+    with pytest.raises(TraceError, match=r"writes in place into an input, with gradients.*Remedy") as error:
+        trace(case(), x)
+    assert error.value.where is not None
+    assert error.value.where.startswith(f"{__file__}:")
+
+
+@pytest.mark.slow
+def test_a_batch_into_which_it_was_tried_asks_for_no_gradients() -> None:
+    x = torch.randn(BATCH, WIDTH)
+    before = x.clone()
+    rematerialize(Token(), x, memory_budget="99%")
+    assert not x.requires_grad
+    assert torch.equal(x, before)
+
+
+def test_values_and_the_lack_of_a_history_are_put_back() -> None:
+    x, token = torch.zeros(3), torch.ones((), requires_grad=True)
+    put_back = record_values([x])
+    x[0] = token
+    assert x.requires_grad
+    put_back()
+    assert not x.requires_grad
+    assert x.grad_fn is None
+    assert not x.any()
