@@ -274,7 +274,7 @@ def _check_writes(
     for n in graph.nodes:
         for owner in records[n].writes.intersection(placeholders):
             what = f"the parameter {owned[owner]}" if owner in owned else "an input"
-            if owner in records[n].grafts:
+            if owner in records[n].grafts and (owner not in owned or records[owner].needs_grad):
                 raise TraceError(
                     f"{type(module).__name__}: {n.name} writes in place into {what}, with gradients "
                     f"({_line_of(n)}). Remedy: write under torch.no_grad(), or use the out-of-place form",
