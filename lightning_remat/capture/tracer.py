@@ -224,7 +224,7 @@ def _effects(graph: fx.Graph, records: dict[fx.Node, Record]) -> frozenset[fx.No
     """The nodes that act on what lives outside and make nothing else, with those that only serve them."""
     found: set[fx.Node] = set()
     for n in reversed(graph.nodes):
-        if not n.op.startswith("call") or records[n].needs_grad:
+        if not n.op.startswith("call") or records[n].needs_grad or records[n].grafts:
             continue
         writes = records[n].writes
         is_effect = bool(writes) and all(o.op == "placeholder" for o in writes) and not records[n].owns

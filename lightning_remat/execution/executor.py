@@ -20,7 +20,7 @@ from ..capture.never_captured import never_captured
 from ..module_state.ambient import Ambient, Recomputing, set_grad_enabled
 from ..module_state.random_state import Draws
 from ..operations.contexts import ContextStack
-from ..operations.leaves import leaf_of
+from ..operations.leaves import copy_of, leaf_of
 from ..operations.saved_tensors import (
     Geometry,
     Likeness,
@@ -363,7 +363,7 @@ class Execution:
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
         for slot in {*step.kept, *copies}:
             own: Tensor = values[slot]
-            values[slot] = copies.get(slot, own).detach().clone().requires_grad_(own.requires_grad)
+            values[slot] = copy_of(copies.get(slot, own))
         return values
 
     def _check_output(self, n: int) -> None:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..module_state.random_state import Draws, Source, drawn_from
 from ..operations.contexts import ContextStack
-from ..operations.leaves import differentiable_in, leaf_of
+from ..operations.leaves import copy_of, differentiable_in, leaf_of
 from ..operations.saved_tensors import (
     ExternalRef,
     OutputRef,
@@ -184,12 +184,12 @@ class _Forward:
         step = self.program.steps[n]
         for slot in step.kept:
             if step.is_repeated:
-                execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
+                execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
             else:
                 execution.kept_versions[n, slot] = values[slot]._version
         for m, slot in self.program.copied:
             if m == n:
-                execution.copies.setdefault(n, {})[slot] = values[slot].detach().clone()
+                execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
         contexts.enter(step.contexts)
         if learns is not None:
             learns.begin()

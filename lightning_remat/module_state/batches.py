@@ -36,24 +36,33 @@ def tensors_held(batch: Any) -> list[Tensor]:
 def record_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
     """What gives tensors of which no module is in charge (a batch) the values that they have now.
 
-    It writes only where something has changed, since such memory may not be ours to write. Where a parameter was
-    written into one, it asks for no gradients any more.
+    It writes only where something has changed, since such memory may not be ours to write.
     """
     tensors = [*tensors]
-    without = [t for t in tensors if not t.requires_grad]
+    cut = record_histories(tensors)
     strided = [t.detach() for t in tensors if t.layout is torch.strided and not t.is_nested]
     before = [(t, t.to("cpu", copy=True)) for t in strided if not isinstance(t, FakeTensor)]
 
     def put_back() -> None:
-        for t in without:
-            if t.requires_grad:
-                t.detach_()
+        cut()
         with torch.no_grad():
             for t, value in before:
                 if not torch.equal(t.cpu(), value):
                     t.copy_(value)
 
     return put_back
+
+
+def record_histories(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """What cuts tensors that ask for no gradients now from a parameter that was written into them since."""
+    without = [t for t in tensors if not t.requires_grad]
+
+    def cut() -> None:
+        for t in without:
+            if t.requires_grad:
+                (t if t._base is None else t._base).detach_()  # PyTorch detaches no view
+
+    return cut
 
 
 def as_new(batch: Any, instead: Mapping[int, Tensor] = MappingProxyType({})) -> Any:

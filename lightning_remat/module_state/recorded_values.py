@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .batches import record_histories
 from .iterators import Rewindable, iterators_undo
 from .own_code import global_names, is_own_code
 from .plain_objects import LEFT_ALONE, is_plain
@@ -283,8 +284,10 @@ def _value_undo(tensor: Tensor) -> Undo:
     if isinstance(local_part(tensor), FakeTensor):  # which has no values
         return lambda: None if tensor.shape == detached.shape else cast(Any, tensor).set_(detached)
     value = detached.clone() if tensor.layout is not torch.strided else detached.to("cpu", copy=True)
+    cut = record_histories([tensor])
 
     def put_back() -> None:
+        cut()
         if tensor.layout is not torch.strided:
             tensor.copy_(value)  # what it is made of is exchanged
         elif tensor.shape == value.shape:

@@ -21,6 +21,11 @@ def leaf_of(value: Any) -> Any:
     return tree_map_only(Tensor, leaf_of, value)
 
 
+def copy_of(tensor: Tensor) -> Tensor:
+    """A leaf with memory of its own, asking for gradients where the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def detached(value: Any) -> Any:
     """The same value with every tensor cut from its autograd graph."""
     if isinstance(value, Tensor):

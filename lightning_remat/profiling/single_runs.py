@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from ..capture.unseen_writes import UNSEEN_WRITES
 from ..measure.stopwatch import Stopwatch
+from ..module_state.batches import record_histories
 from ..module_state.own_draws import OwnDraws
 from ..operations.contexts import ContextStack, common_contexts
 from ..operations.evaluation import (
@@ -56,6 +57,7 @@ class SingleRuns:
             n: _apart(v, is_written=n in traced.written) for n, v in zip(traced.placeholders, values, strict=True)
         } | traced.fetched()
         self.draws = OwnDraws()
+        self._cut = record_histories(self.given_tensors())
         # Elsewhere the mode would only cost the time that is measured.
         self.drawing = {n for n, operation in enumerate(self.operations) if operation.is_random and not is_fake}
         self.shared: dict[fx.Node, Tensor] = {}
@@ -68,6 +70,7 @@ class SingleRuns:
 
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
+        self._cut()
         self._values: dict[fx.Node, Any] = dict(self.given)
         self._pending = list(self._constants)
         self._note_constants()

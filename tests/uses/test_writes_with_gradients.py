@@ -1,10 +1,12 @@
-"""A learned token is written into what comes into a graph: into the batch, or after a break; no plan holds it.
+"""What is written with gradients into what comes into a graph.
 
-So do models that are trained on what is masked, wav2vec's and HuBERT's among them.
+A learned token into the batch, or after a break, as models do that are trained on what is masked, wav2vec's and
+HuBERT's among them: no plan holds it. A memory that is a buffer, which asks for none before: gradients flow through it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,9 +56,52 @@ class TokenAfterABreak(Token):
         return self.tail(h.sigmoid())
 
 
+class Memory(Halves):
+    """Whoever trains it cuts it from the step before."""
+
+    memory: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.ones(BATCH, WIDTH))
+
+    def change(self, k: int) -> None:
+        self.memory.detach_()
+
+    def between(self, h: Tensor) -> Tensor:
+        self.memory.mul_(h)
+        return (self.memory * h).sin()
+
+
+class MemoryWrittenInPart(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        self.memory[::2] = h[::2].sigmoid()
+        return (self.memory * h).sin()
+
+
+class MemoryReadBefore(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        read = (self.memory * 2).cos().tanh()
+        self.memory[1:].mul_(h[1:])
+        return (read * h).sin() + self.memory
+
+
+class MemoryReadBetween(Memory):
+    def between(self, h: Tensor) -> Tensor:
+        self.memory.copy_(h.sin())
+        read = (self.memory * 2).cos().tanh()
+        self.memory[: BATCH // 2] = read[BATCH // 2 :].sigmoid()
+        return (self.memory + read).sin()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Token, TokenCopied])
 def test_the_rest_is_rewritten(case: type[Halves]) -> None:
+    assert outcome_of(case) is Outcome.EXACT
+
+
+@pytest.mark.parametrize("case", [Memory, MemoryWrittenInPart, MemoryReadBefore, MemoryReadBetween])
+def test_gradients_flow_through_a_buffer(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
@@ -84,8 +129,9 @@ def test_a_batch_into_which_it_was_tried_asks_for_no_gradients() -> None:
     assert torch.equal(x, before)
 
 
-def test_values_and_the_lack_of_a_history_are_put_back() -> None:
-    x, token = torch.zeros(3), torch.ones((), requires_grad=True)
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x[1:], lambda x: x[1:].flip(0).t()])
+def test_values_and_the_lack_of_a_history_are_put_back(make: Callable[[Tensor], Tensor]) -> None:
+    x, token = make(torch.zeros(3, 2)), torch.ones((), requires_grad=True)
     put_back = record_values([x])
     x[0] = token
     assert x.requires_grad
