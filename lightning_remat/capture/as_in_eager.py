@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _jit_internal, nn
 from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables import (
@@ -26,6 +26,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
+    UserFunctionVariable,
 )
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -56,8 +57,16 @@ _STREAM_QUESTIONS: list[Any] = [
 """Others: libraries take them for one with those above. TorchDynamo stops at them unless it may ask them; torch 2.11
 asks, and stops where it is built for a device that is not there."""
 
-_here = threading.local()
+_TYPE_QUESTIONS: tuple[Any, ...] = (
+    torch.jit.isinstance,
+    _jit_internal._isinstance,
+    _jit_internal.container_checker,
+    _jit_internal.check_args_exist,
+    _jit_internal.check_empty_containers,
+)
+"""TorchScript's way to ask for a type, which TorchDynamo is told to stop at; it captures what is written there."""
 
+_here = threading.local()
 
 NOTE_FOR_COMPILERS: Any = torch._dynamo.mark_static_address
 """What only code that is not compiled calls, to tell a compiler something: nothing to compute, so it is left out."""
@@ -152,6 +161,7 @@ _HANDLERS = TorchInGraphFunctionVariable._get_handlers()
 CHANGES = [
     *(Exchange(_HANDLERS, question, partial(partial, _answer)) for question in _QUESTIONS),
     *(Exchange(_HANDLERS, question, lambda _: _about_streams) for question in _STREAM_QUESTIONS),
+    *(Exchange(trace_rules.get_torch_obj_rule_map(), q, lambda _: UserFunctionVariable) for q in _TYPE_QUESTIONS),
     Exchange(trace_rules, "is_callable_allowed", partial(partial, _is_allowed)),
     # Else TorchDynamo fails where it meets it.
     Exchange(NOTE_FOR_COMPILERS, "_dynamo_forbidden", partial(OnlyHere, here=False)),

@@ -116,6 +116,35 @@ def test_who_only_avoids_what_cannot_be_captured_is_told_the_truth(make: Callabl
     assert_equal_traces(traces(plain, [X, X]), traces(module, [X, X]))
 
 
+class AsksForTypes(Scale):
+    """As libraries do that may be scripted by TorchScript, MONAI's U-Nets among them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: False)
+
+    def forward(self, x: Any) -> Tensor:
+        if torch.jit.isinstance(x, dict[str, Tensor]):
+            x = x["x"] * 2
+        elif torch.jit.isinstance(x, list[Tensor]):
+            x = x[0] * 3
+        elif torch.jit.isinstance(x, tuple[Tensor, int]):
+            x = x[0] * x[1]
+        if not torch.jit.isinstance(x, (str, Tensor)) or torch.jit.isinstance(None, int | None) is False:
+            raise ValueError("no tensor")
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_types_that_may_be_scripted_are_asked_for_within_one_graph() -> None:
+    module = AsksForTypes()
+    plain = copy.deepcopy(module)
+    batches = [X, {"x": X}, [X], (X, 4), [X]]
+    plan = rematerialize(module, X, memory_budget="80%", planner="periodic")
+    assert plan.rung == "traced"
+    assert plan.num_recomputed
+    assert_equal_traces(traces(plain, batches), traces(module, batches))
+
+
 class Masked(nn.Module):
     """Leaves out a mask of ones where it may look at it."""
 

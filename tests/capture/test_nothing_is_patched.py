@@ -36,6 +36,7 @@ def picture() -> Picture:
             if isinstance(value, types.FunctionType):
                 found |= {f"{module.__name__}.{name}.{k}": v for k, v in vars(value).items() if isinstance(v, bool)}
     found |= {f"handler of {f}": handler for f, handler in TorchInGraphFunctionVariable._get_handlers().items()}
+    found |= {f"rule of {what}": rule for what, rule in trace_rules.get_torch_obj_rule_map().items()}
     found |= {f"allowed {number}": True for number in trace_rules._allowed_callable_ids()}
     found |= {f"filter {entry}": True for entry in warnings.filters}
     found |= {f"config {k}": v for k, v in config.get_config_copy().items()}
@@ -44,7 +45,13 @@ def picture() -> Picture:
 
 def changed(before: Picture, after: Picture) -> list[str]:
     lost = [name for name, value in before.items() if name not in after or after[name] != value]
-    kinds = ("handler", "allowed", "filter", "config")  # modules may have been imported meanwhile, and hold more
+    kinds = (
+        "handler",
+        "rule",
+        "allowed",
+        "filter",
+        "config",
+    )  # modules may have been imported meanwhile, and hold more
     return lost + [name for name in after if name not in before and name.startswith(kinds)]
 
 
