@@ -35,6 +35,9 @@ Undo = Callable[[], None]
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, ModuleType, torch.dtype)
 
+_CONTAINERS = (dict, list, set, deque, tuple, bytearray, array)
+"""Objects of these types have no attributes beside; those of users' classes of them may."""
+
 _RECORDED = (torch.strided, torch.sparse_coo)
 """Layouts of tensors whose values are put back."""
 
@@ -67,6 +70,7 @@ class Recorder:
         self.undo: list[Undo] = []
         self._seen: dict[int, Any] = {}  # id → the object, which keeps the id its own
         self._rewindables: dict[int, Rewindable] = {}
+        self._slots: dict[type, list[str]] = {}
 
     def add_module(self, root: nn.Module) -> None:
         """The module and its submodules: parameters, gradients, buffers, attributes."""
@@ -102,7 +106,7 @@ class Recorder:
             self.add_module(value)
         elif isinstance(value, np.ndarray):
             self._add_array(value)
-        elif isinstance(value, (dict, list, set, deque, tuple, bytearray, array)):
+        elif isinstance(value, _CONTAINERS):
             self._add_container(value)
         elif isinstance(value, FunctionType):
             self._add_function(value)
@@ -134,12 +138,14 @@ class Recorder:
         if isinstance(state, dict):
             self._add_content(state, dict(state), state.update)
             self._add_all(state.values())
-        for name in _slots(type(holder)):
+        kind = type(holder)
+        if kind not in self._slots:
+            self._slots[kind] = _slots(kind)
+        for name in self._slots[kind]:
             value = getattr(holder, name, _ABSENT)
             self.undo.append(partial(_put_back_slot, holder, name, value))
             self._add(value)
-
-        self._add(type(holder))
+        self._add(kind)
 
     def _add_class(self, kind: type) -> None:
         """What classes hold that are written for this run: counts of instances, registries."""
@@ -188,7 +194,7 @@ class Recorder:
             self._add(value)
 
     def _add_container(self, container: Any) -> None:
-        if isinstance(container, (dict, list, deque)):
+        if container and isinstance(container, (dict, list, deque)):
             self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
         if isinstance(container, dict):
             self._add_content(container, dict(container), container.update)
@@ -201,7 +207,8 @@ class Recorder:
             self._add_content(container, list(container), container.extend)
             if not isinstance(container, (bytearray, array)):
                 self._add_all(container)
-        self._add_attributes(container)  # of a class of the user's
+        if type(container) not in _CONTAINERS:
+            self._add_attributes(container)
 
     def _add_content(self, container: Any, before: Any, fill: Callable[[Any], object]) -> None:
         def put_back() -> None:
