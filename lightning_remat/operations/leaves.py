@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -22,8 +23,11 @@ def leaf_of(value: Any) -> Any:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A leaf with memory of its own, asking for gradients where the tensor does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """What has its values and may be written in place, asking for gradients where it does, but without its graph."""
+    if not tensor.requires_grad:
+        return tensor.detach().clone()
+    with torch.enable_grad():
+        return tensor.detach().requires_grad_().clone()  # PyTorch writes into no leaf
 
 
 def detached(value: Any) -> Any:

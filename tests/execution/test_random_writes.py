@@ -1,0 +1,153 @@
+"""Random modules that write into what lives outside of their calls, with gradients and without, bit by bit as plain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from random_graphs import schedules
+from random_modules import KINDS, RandomModule, Step, refusals_left_out
+from rewriting import rewrite
+from torch import Tensor, nn
+from training_steps import assert_equal_traces, loss_of, traces
+
+from lightning_remat import profile, trace
+
+WIDTH, BATCH = 4, 16
+
+
+class Writer(RandomModule):
+    """Has a buffer, an attribute and a frozen parameter to write into."""
+
+    state: Tensor
+
+    def __init__(self, steps: list[Step]) -> None:
+        super().__init__(steps, WIDTH)
+        self.register_buffer("state", torch.ones(BATCH, WIDTH))
+        self.memo = torch.zeros(BATCH, WIDTH)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def cut(self) -> None:
+        """Whoever trains it cuts it from the step before."""
+        self.state.detach_()
+        self.memo.detach_()
+
+    def _run(self, kind: str, part: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+        return WRITES[kind](self, a, b) if kind in WRITES else super()._run(kind, part, a, b)
+
+
+def _scales(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state.mul_(a.sigmoid() + 0.5)
+    return a.sin() + b
+
+
+def _sets_a_part(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state[::2] = a[::2].tanh()
+    return b * 1.1
+
+
+def _copies(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state.copy_(a.sin())
+    return a * b.sigmoid()
+
+
+def _scales_a_view(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    view = m.state[:, 1:]
+    view.mul_(b[:, 1:].sigmoid())
+    return a.cos()
+
+
+def _copies_by_index(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state.index_copy_(0, torch.arange(0, BATCH, 3), a[::3].tanh())
+    return (a + 0.1) * b
+
+
+def _adds_and_reads(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state.add_(b, alpha=0.1)
+    return (a * m.state).tanh()
+
+
+def _follows(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.state.lerp_(a, 0.1)
+    return b * m.state.cos()
+
+
+def _follows_in_part(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.state[1:].mul_(0.5).add_(b.detach()[1:])
+    return a + m.state
+
+
+def _sets_an_attribute(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.memo[:, :2] = a[:, :2].sin()
+    return a + b
+
+
+def _exchanges_an_attribute(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    m.memo = m.memo * 0.5 + a.detach().mean()
+    return b.tanh()
+
+
+def _shrinks_what_is_frozen(m: Writer, a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.frozen.mul_(0.9)
+    return a * m.frozen + b
+
+
+WRITES: dict[str, Callable[[Writer, Tensor, Tensor], Tensor]] = {
+    "scales": _scales,
+    "sets a part": _sets_a_part,
+    "copies": _copies,
+    "scales a view": _scales_a_view,
+    "copies by index": _copies_by_index,
+    "adds and reads": _adds_and_reads,
+    "follows": _follows,
+    "follows in part": _follows_in_part,
+    "sets an attribute": _sets_an_attribute,
+    "exchanges an attribute": _exchanges_an_attribute,
+    "shrinks what is frozen": _shrinks_what_is_frozen,
+    "reads": lambda m, a, b: (a * m.state).sin() + b,
+    "reads a view": lambda m, a, b: a * m.state.t().sum(0).unsqueeze(1).tanh() + b,
+    "reads an attribute": lambda m, a, b: a * b + m.memo.exp().clamp(max=3),
+    "decides by values": lambda m, a, b: torch.where(m.state > 0.5, a, b),
+}
+
+
+def _step(module: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(module, Writer)
+    module.cut()
+    loss = loss_of(module(x)) + module.state.mean() + module.memo.square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.slow
+def test_random_modules_that_write() -> None:
+    kinds = st.one_of(st.sampled_from([*WRITES]), st.sampled_from(KINDS))
+    lines = st.builds(Step, kinds, st.integers(-3, -1), st.integers(-4, -1))
+
+    @given(st.data())
+    @settings(
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        max_examples=60,
+    )
+    def check(data: st.DataObject) -> None:
+        steps = data.draw(st.lists(lines, min_size=2, max_size=8))
+        torch.manual_seed(data.draw(st.integers(0, 1000)))
+        module, x = Writer(steps), torch.randn(BATCH, WIDTH)
+        batches = [x, x + 1, x, x * 2]
+        with refusals_left_out():
+            plain = traces(copy.deepcopy(module), batches, step=_step)
+        graph = profile(trace(module, x), x, repeats=1)
+        schedule = data.draw(schedules(graph, in_forward=data.draw(st.booleans())))
+        note(f"{steps} {schedule}")
+        rewrite(module, schedule, x)
+        assert_equal_traces(plain, traces(module, batches, step=_step))
+
+    check()
