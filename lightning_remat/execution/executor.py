@@ -350,7 +350,7 @@ class Execution:
         for slot in step.external:
             value, version = values[slot], self.versions[slot]
             if version is not None and slot not in copies and value._version != version:
-                if not value.requires_grad:
+                if not (value.requires_grad and value.is_leaf):  # a parameter's is an error, as in a plain run
                     note_change(self.program, n, slot)
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"

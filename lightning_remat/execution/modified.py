@@ -1,4 +1,4 @@
-"""Values that were changed in place between a forward and its backward: the error, and what buffers make of it."""
+"""Values that were changed in place between a forward and its backward: the error, and what comes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _changed: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """Captured graph → names of operations, and places of what they read outside that changed before their backward."""
 
 _MOST_RETRIES = 8
-"""Buffers that are found, one by one, to change between a forward and its backward."""
+"""Values that are found, one by one, to change between a forward and its backward."""
 
 
 class ModifiedError(RuntimeError):
@@ -22,7 +22,7 @@ class ModifiedError(RuntimeError):
 
 
 def retried(run: Callable[[], T]) -> T:
-    """What `run` returns, once more if a buffer was changed before the backward: from then on its value is copied."""
+    """What `run` returns, once more if a value was changed before the backward: from then on it is copied."""
     for _ in range(_MOST_RETRIES):
         try:
             return run()

@@ -94,6 +94,35 @@ class MemoryReadBetween(Memory):
         return (self.memory + read).sin()
 
 
+class WrittenAfterwards(Halves):
+    """An activation, by a later graph, when one before has read it."""
+
+    planner = "auto"
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.head(x) + 1
+        torch._dynamo.graph_break()
+        read = self.tail(h.relu().sin().tanh())
+        torch._dynamo.graph_break()
+        h *= 2
+        return self.tail(read + h)
+
+
+class MemoryWrittenAfterwards(Memory):
+    def forward(self, x: Tensor) -> Any:
+        self.memory.mul_(self.head(x))
+        read = self.tail(torch.where(self.memory > 0.5, x.sin(), x.cos()))
+        torch._dynamo.graph_break()
+        self.memory.mul_(read)
+        return self.tail(self.memory + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [WrittenAfterwards, MemoryWrittenAfterwards])
+def test_a_later_graph_writes_what_one_before_has_read(case: type[Halves]) -> None:
+    assert outcome_of(case) is Outcome.EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Token, TokenCopied])
 def test_the_rest_is_rewritten(case: type[Halves]) -> None:
