@@ -345,6 +345,7 @@ def _operation(
         outputs=outputs,
         inputs=tuple(inputs),
         view_of=base if is_view else None,
+        lives_in=frozenset(o for n in outputs for o in records[n].views) - members,
         writes=tuple(
             sorted({o for n in own for o in records[n].writes if o.op == "placeholder"}, key=lambda o: o.name)
         ),

@@ -86,9 +86,8 @@ def _compiled(
         for n in range(len(traced.operations))
     )
     stretches = Stretches(traced, slot_of, rests, differentiable)
-    again = {
-        n for n, step in enumerate(steps) if step.is_plain_again and not any(steps[m].is_output for m in step.producers)
-    }
+    again = {n for n, step in enumerate(steps) if step.is_plain_again}
+    seen = tuple(slot for n in _seen(traced) for slot in steps[n].outputs)
     attended = frozenset(again & taped - rests.tapes.keys())  # of a tape that rests nothing is caught
     drawing = frozenset(n for n in again - attended if steps[n].operation.is_random)
     recorded = frozenset(n for n in again if steps[n].is_recorded_again)
@@ -98,6 +97,7 @@ def _compiled(
             instructions,
             again,
             lambda n: steps[n].external,
+            frozenset(seen),
             hooked,
             attended=attended,
             drawing=drawing,
@@ -112,7 +112,7 @@ def _compiled(
         steps=steps,
         made=tuple(slot for step in steps for slot in step.outputs),
         left=tuple(_left(forward)),
-        returned=tuple(slot for step in steps if step.is_output for slot in step.outputs),
+        seen=seen,
         num_slots=len(slot_of) + len(rests.tensors) + len(rests.tapes),
         fetched=tuple((slot_of[n], value) for n, value in traced.fetched().items()),
         constants=constants,
@@ -137,6 +137,13 @@ def _compiled(
         variants=variants,
         differentiable=differentiable,
     )
+
+
+def _seen(traced: TracedModule) -> list[int]:
+    """The operations whose outputs live where others may write: in what comes in, or in what is returned."""
+    homes = [operation.lives_in.union(operation.outputs) for operation in traced.operations]
+    open_to_others = {i for n in traced.outputs for i in homes[n]}.union(traced.placeholders)
+    return [n for n, home in enumerate(homes) if not home.isdisjoint(open_to_others)]
 
 
 def checked_program(ways: Iterable[TracedModule], plan: Plan) -> Program:

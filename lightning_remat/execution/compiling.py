@@ -72,8 +72,10 @@ def _without_attended(parts: tuple[Part, ...], program: Program, stretches: Stre
     for part in parts:
         again = {n for what, n in part.instructions if what is Do.RUN_AGAIN} if isinstance(part, Again) else set[int]()
         if isinstance(part, Again) and (apart := again & (part.attended | program.rests.tapes.keys())):
-            external = [step.external for step in program.steps]
-            yield from stretches.of_backward(part.instructions, again - apart, external.__getitem__, program.hooked)
+            external, seen = [step.external for step in program.steps], frozenset(program.seen)
+            yield from stretches.of_backward(
+                part.instructions, again - apart, external.__getitem__, seen, program.hooked
+            )
         else:
             yield part
 

@@ -292,6 +292,9 @@ class Execution:
         for slot in stretch.external:
             if (version := versions[slot]) is not None and values[slot]._version != version:
                 return False
+        for slot in stretch.seen:
+            if (known := self.output_versions.get(slot)) is not None and known != self.versions_of(slot):
+                return False
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
                 return False
@@ -322,12 +325,17 @@ class Execution:
     def run_again(self, n: int, *, with_tape: bool = False) -> None:
         """Recomputes an operation, its inputs cut off from the graph; its tape is caught tensor by tensor."""
         step = self.steps[n]
+        copies = self.copies.get(n, {})
         for slot, producer in zip(step.inputs, step.producers, strict=True):
+            if slot in copies:
+                continue
             if self.values[slot] is None:
                 self.run_again(producer)
-            elif slot in self.output_versions:
+            elif slot in self.output_versions and self.versions_of(slot) != self.output_versions[slot]:
+                if isinstance(self.values[slot], Tensor):
+                    note_change(self.program, n, slot)
                 self._check_output(producer)
-        values = self._conditions(n, step) if step.is_conditional or n in self.copies else self.values
+        values = self._conditions(n, step) if step.is_conditional or copies else self.values
         with Attended(self) as attendant:
             attendant.begin(n, with_tape=with_tape)  # with gradients, which one of the contexts may turn off
             with ContextStack() as contexts:
@@ -365,6 +373,10 @@ class Execution:
             own: Tensor = values[slot]
             values[slot] = copy_of(copies.get(slot, own))
         return values
+
+    def versions_of(self, slot: int) -> list[int | None]:
+        """Those of the tensors in a value of the table."""
+        return [*map(version_of, tensors_of([self.values[slot]]))]
 
     def _check_output(self, n: int) -> None:
         for slot in self.steps[n].outputs:

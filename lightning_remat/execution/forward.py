@@ -26,7 +26,6 @@ from ..operations.saved_tensors import (
     storage_key,
     storage_keys,
     tensors_of,
-    version_of,
 )
 from .assembly import with_rests
 from .executor import Execution, Watch
@@ -158,9 +157,9 @@ class _Forward:
                     values[slot] = leaf_of(value)
                     if n in program.rests.tensors:
                         program.rests.tensors[n].rest(values, value)
-        for slot in self.program.returned:
+        for slot in program.seen:
             if values[slot] is not None:
-                self.execution.output_versions[slot] = [*map(version_of, tensors_of([values[slot]]))]
+                self.execution.output_versions[slot] = self.execution.versions_of(slot)
         self.dormant.clear()
 
     def _watch_sources(self) -> None:

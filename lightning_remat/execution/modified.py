@@ -11,7 +11,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _changed: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
-"""Captured graph → names of operations, and places of what they read outside that changed before their backward."""
+"""Captured graph → names of operations, and places of what they read that changed before their backward."""
 
 _MOST_RETRIES = 8
 """Values that are found, one by one, to change between a forward and its backward."""
@@ -41,7 +41,11 @@ def known_changes(program: Any) -> set[tuple[int, int]]:
     """What is known of the graph of a program, by other programs: operations and places."""
     known = _changed.get(program.traced.captured, set[tuple[str, int]]())
     steps: list[Any] = list(program.steps if known else ())
-    return {(n, slot) for n, step in enumerate(steps) for slot in step.external if (step.operation.name, slot) in known}
+    found: set[tuple[int, int]] = set()
+    for n, step in enumerate(steps):
+        name = step.operation.name
+        found.update((n, slot) for slot in (*step.external, *step.inputs) if (name, slot) in known)
+    return found
 
 
 def modified(what: str, version: int, tensor: Tensor) -> ModifiedError:

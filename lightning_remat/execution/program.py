@@ -109,7 +109,7 @@ class Program:
         steps: One for each operation.
         made: The places of all outputs.
         left: The operations whose outputs the forward leaves in the table.
-        returned: Those of outputs that the caller gets.
+        seen: Those of outputs that live where others may write: what the caller gets or gave, and views of it.
         num_slots: How many places the table has: those of the placeholders come first, those of what rests last.
         fetched: Values that the graph holds itself: slot and value.
         constants: How each is computed, and its slot.
@@ -141,7 +141,7 @@ class Program:
     steps: tuple[Step, ...]
     made: tuple[int, ...]
     left: tuple[int, ...]
-    returned: tuple[int, ...]
+    seen: tuple[int, ...]
     num_slots: int
     fetched: tuple[tuple[int, Any], ...]
     constants: tuple[tuple[Run, int], ...]

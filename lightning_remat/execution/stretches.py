@@ -25,6 +25,7 @@ class Again:
         instructions: The same, one by one.
         reads: The slots of what is made before and must be there.
         external: The slots of what lies outside.
+        seen: Those of `reads` that live where others may write.
         attended: The operations of which more is wanted than their outputs, see `Attended`; random numbers are more.
         hooked: The others of which the table must hold what else was saved.
     """
@@ -33,6 +34,7 @@ class Again:
     instructions: tuple[Instruction, ...]
     reads: tuple[int, ...]
     external: tuple[int, ...]
+    seen: tuple[int, ...]
     attended: frozenset[int]
     hooked: frozenset[int]
 
@@ -106,6 +108,7 @@ class Stretches:
         before: Iterable[Instruction],
         plain: Collection[int],
         external: Callable[[int], Iterable[int]],
+        seen: frozenset[int],
         hooked: frozenset[int],
         *,
         attended: frozenset[int] = frozenset(),
@@ -118,6 +121,7 @@ class Stretches:
             before: The instructions, one by one.
             plain: The operations whose recomputations are nothing but their calls.
             external: The slots of what an operation reads from outside.
+            seen: The slots of what lives where others may write.
             hooked: The operations of which autograd gets references.
             attended: Those that run again whose beginning and end the executor must know.
             drawing: Those of which it must know that they draw random numbers.
@@ -130,15 +134,17 @@ class Stretches:
             if is_simple and again:
                 made = {p for n in again for p in self._outputs(n)}
                 read = {i for n in again for p in self.traced.operations[n].parts for i in p.all_input_nodes}
-                reads = [self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of]
+                reads = {self.slot_of[i] for i in read if i in self.traced.producer and i in self.slot_of}
+                reads -= {self.slot_of[p] for p in made}
                 watched = (attended | drawing).intersection(again)
                 run = self.compiled(instructions, is_first=False, attended=attended, drawing=drawing, recorded=recorded)
                 found.append(
                     Again(
                         run,
                         instructions,
-                        tuple(set(reads) - {self.slot_of[p] for p in made}),
+                        tuple(reads),
                         tuple({slot for n in again for slot in external(n)}),
+                        tuple(reads & seen),
                         watched,
                         hooked.intersection(again) - watched,
                     )

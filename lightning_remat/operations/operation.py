@@ -20,6 +20,7 @@ class Operation:
         outputs: The parts whose value others read.
         inputs: Indices of the operations whose values it reads.
         view_of: Index of the operation whose storage its output lives in, or None.
+        lives_in: The fx nodes that own the storages in which its outputs live, its own parts left out.
         writes: The placeholders (buffers) that it writes, effects left out: a recomputation writes into copies.
         effects: The parts that only write into what lives outside (`num_batches_tracked += 1`), or in which processes
             share something: they happen once.
@@ -35,6 +36,7 @@ class Operation:
     outputs: tuple[fx.Node, ...]
     inputs: tuple[int, ...]
     view_of: int | None
+    lives_in: frozenset[fx.Node]
     writes: tuple[fx.Node, ...]
     effects: frozenset[fx.Node]
     is_random: bool

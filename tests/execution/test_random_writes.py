@@ -10,12 +10,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
-from random_modules import KINDS, RandomModule, Step, refusals_left_out
+from random_modules import KINDS, RandomModule, Step, modules, refusals_left_out
 from rewriting import rewrite
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
+from uses import same
 
 from lightning_remat import profile, trace
+from lightning_remat.execution.modified import ModifiedError
 
 WIDTH, BATCH = 4, 16
 
@@ -125,18 +127,18 @@ def _step(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+common = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+
+
 @pytest.mark.slow
 def test_random_modules_that_write() -> None:
     kinds = st.one_of(st.sampled_from([*WRITES]), st.sampled_from(KINDS))
     lines = st.builds(Step, kinds, st.integers(-3, -1), st.integers(-4, -1))
 
     @given(st.data())
-    @settings(
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],
-        max_examples=60,
-    )
+    @settings(common, max_examples=60)
     def check(data: st.DataObject) -> None:
         steps = data.draw(st.lists(lines, min_size=2, max_size=8))
         torch.manual_seed(data.draw(st.integers(0, 1000)))
@@ -149,5 +151,59 @@ def test_random_modules_that_write() -> None:
         note(f"{steps} {schedule}")
         rewrite(module, schedule, x)
         assert_equal_traces(plain, traces(module, batches, step=_step))
+
+    check()
+
+
+class Viewed(nn.Module):
+    """Reads a view of what comes in, and returns one of what it returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        last, middle = self.inner((x[1:] * 1.5).tanh())
+        return last, middle, (last[::2] * 0.5).tanh()
+
+
+@pytest.mark.slow
+def test_what_others_write_before_the_backward_is_noticed_once_and_copied_from_then_on() -> None:
+    """Into what came in, or what was returned: the memory of views that a recomputation reads."""
+
+    @given(st.data())
+    @settings(common, max_examples=40)
+    def check(data: st.DataObject) -> None:
+        module, written = Viewed(data.draw(modules())), data.draw(st.integers(0, 2))
+        torch.manual_seed(0)
+        given = torch.randn(BATCH, WIDTH)
+
+        def gradients(m: nn.Module) -> list[Tensor]:
+            torch.manual_seed(1)
+            m.zero_grad()
+            x = given.clone()
+            made = m(x)
+            loss = torch.stack([t.sum() for t in made]).sum()
+            with torch.no_grad():
+                (x, *made)[written].mul_(2)
+            loss.backward()
+            return [*(p.grad for p in m.parameters() if p.grad is not None), *(b.clone() for b in m.buffers())]
+
+        plain = copy.deepcopy(module)
+        ours = copy.deepcopy(module)
+        with refusals_left_out():
+            wanted = [t for _ in range(3) for t in gradients(plain)]
+        operations = range(len(trace(ours, given).operations))
+        kept = {n for n in operations if data.draw(st.booleans())}
+        note(f"{kept}")
+        rewrite(ours, kept, given)
+        buffers = {name: b.clone() for name, b in ours.named_buffers()}
+        for _ in range(20):
+            try:
+                first = gradients(ours)
+                break
+            except ModifiedError:
+                ours.load_state_dict(buffers, strict=False)
+        assert same(wanted, [*first, *gradients(ours), *gradients(ours)])
 
     check()
