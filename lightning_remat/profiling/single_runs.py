@@ -24,7 +24,7 @@ from ..operations.evaluation import (
     effect_outputs,
     slots,
 )
-from ..operations.leaves import detached
+from ..operations.leaves import copy_of, detached
 from ..operations.operation import Operation, TracedModule
 from ..operations.saved_tensors import Leaf, storage_keys, tensors_of
 from ..operations.synchronized import shares_statistics
@@ -71,6 +71,7 @@ class SingleRuns:
     def start_over(self) -> None:
         """Back to the inputs, before the first operation."""
         self._cut()
+        self._asked: dict[tuple[int, fx.Node], bool] = {}
         self._values: dict[fx.Node, Any] = dict(self.given)
         self._pending = list(self._constants)
         self._note_constants()
@@ -143,10 +144,20 @@ class SingleRuns:
     def _read(self, n: int, inputs: dict[fx.Node, Any]) -> None:
         """Adds the values that operation n reads and that are known: others the same piece makes."""
         parts = self.operations[n].parts
+        for i in self.operations[n].writes:
+            self._cut_written(n, i, inputs)
         for part in parts:
             for i in part.all_input_nodes:
                 if i in self._values and i not in inputs and i not in parts:
                     inputs[i] = self._input(i)
+
+    def _cut_written(self, n: int, node: fx.Node, inputs: dict[fx.Node, Any]) -> None:
+        """Cuts what operation n writes from an earlier run of it; it asks for gradients as before the first."""
+        value: Tensor = self._values[node]
+        asks = self._asked.setdefault((n, node), value.requires_grad)
+        if value.requires_grad:
+            self._values[node] = inputs[node] = copy_of(value) if asks else value.detach()
+            self.external |= storage_keys([self._values[node]])
 
     def keep(self, n: int, values: list[Any]) -> None:
         """Operation n has run, with these outputs: what nobody reads any more goes."""

@@ -94,6 +94,19 @@ class MemoryReadBetween(Memory):
         return (self.memory + read).sin()
 
 
+class MemoryWithinAnOperation(Memory):
+    """What is written in place while others read it is one operation, which is profiled several times."""
+
+    def between(self, h: Tensor) -> Tensor:
+        kept = h.sin()
+        self.memory.copy_(h.cos())
+        with torch.no_grad():
+            self.memory.lerp_(h, 0.1)
+        read = h + self.memory.cos()
+        kept.relu_()
+        return read * 2 + kept
+
+
 class WrittenAfterwards(Halves):
     """An activation, by a later graph, when one before has read it."""
 
@@ -129,7 +142,9 @@ def test_the_rest_is_rewritten(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
 
-@pytest.mark.parametrize("case", [Memory, MemoryWrittenInPart, MemoryReadBefore, MemoryReadBetween])
+@pytest.mark.parametrize(
+    "case", [Memory, MemoryWrittenInPart, MemoryReadBefore, MemoryReadBetween, MemoryWithinAnOperation]
+)
 def test_gradients_flow_through_a_buffer(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
