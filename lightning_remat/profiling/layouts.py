@@ -72,6 +72,8 @@ def _layouts(traced: TracedModule, given: list[Any], hooks: ExitStack, *, with_g
         for part, value in zip((*operation.outputs, *effect_outputs(operation)), made, strict=True):
             values[slot_of[part]] = value
         for k, t in enumerate(t for t in tensors_of(outputs) if t.requires_grad):
+            # Of a view that was written PyTorch makes the node when it is asked for it, and crashes at hooks before.
+            _ = t.grad_fn
             hook: Callable[[Tensor], None] = partial(note, n, k, t.stride())
             handle = cast(RemovableHandle, t.register_hook(hook))  # pyright: ignore[reportUnknownMemberType]
             hooks.callback(handle.remove)  # the tensor may be a parameter that an operation returns

@@ -54,6 +54,15 @@ class SizeReadTwice(Sized):
         return y.tanh() * torch.ones(size).cumsum(0)
 
 
+class PartOfAView(Sized):
+    """Of such a view PyTorch makes the node late, and crashes at hooks before."""
+
+    def between(self, h: Tensor) -> Tensor:
+        y = self.inner(h).t().t()
+        y[::2] = h[::2].tanh()
+        return y.cos()
+
+
 class SizeOfBoth(Sized):
     """One size more comes from outside of what is written."""
 
@@ -136,7 +145,7 @@ class ReadByTwoGraphs(Sized):
 
 
 CASES = [
-    MaskExpanded, ExpandedByShape, DrawnBySize, SizeReadTwice, SizeOfBoth,
+    MaskExpanded, ExpandedByShape, DrawnBySize, SizeReadTwice, PartOfAView, SizeOfBoth,
     RunningSum, SumOfNoGradient, PartsSetInPlace, TwoFromOneReader, ReturnedToo, ReadByTwoGraphs,
 ]  # fmt: skip
 
