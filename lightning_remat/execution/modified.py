@@ -8,10 +8,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from ..operations.evaluation import slots
+
 T = TypeVar("T")
 
-_changed: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
-"""Captured graph → names of operations, and places of what they read that changed before their backward."""
+_changed: WeakKeyDictionary[Any, set[tuple[str, str]]] = WeakKeyDictionary()
+"""Code that was captured → names of operations, and of what they read that changed before their backward."""
 
 _MOST_RETRIES = 8
 """Values that are found, one by one, to change between a forward and its backward."""
@@ -32,20 +34,34 @@ def retried(run: Callable[[], T]) -> T:
 
 
 def note_change(program: Any, n: int, slot: int) -> None:
-    """Operation n reads what changes before its backward: its value is copied from now on, by other plans, too."""
+    """Operation n reads what changes before its backward: its value is copied from now on.
+
+    So it is by other plans, and in graphs that are captured for other inputs.
+    """
     program.copied.add((n, slot))
-    _changed.setdefault(program.traced.captured, set()).add((program.steps[n].operation.name, slot))
+    name = program.steps[n].operation.name
+    _changed.setdefault(_origin(program), set()).add((name, _names(program)[slot]))
 
 
 def known_changes(program: Any) -> set[tuple[int, int]]:
     """What is known of the graph of a program, by other programs: operations and places."""
-    known = _changed.get(program.traced.captured, set[tuple[str, int]]())
+    known = _changed.get(_origin(program), set[tuple[str, str]]())
     steps: list[Any] = list(program.steps if known else ())
+    names = _names(program) if known else {}
     found: set[tuple[int, int]] = set()
     for n, step in enumerate(steps):
         name = step.operation.name
-        found.update((n, slot) for slot in (*step.external, *step.inputs) if (name, slot) in known)
+        found.update((n, slot) for slot in (*step.external, *step.inputs) if (name, names[slot]) in known)
     return found
+
+
+def _origin(program: Any) -> Any:
+    captured = program.traced.captured
+    return captured.code or captured
+
+
+def _names(program: Any) -> dict[int, str]:
+    return {slot: node.name for node, slot in slots(program.traced).items()}
 
 
 def modified(what: str, version: int, tensor: Tensor) -> ModifiedError:

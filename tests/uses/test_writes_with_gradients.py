@@ -130,8 +130,29 @@ class MemoryWrittenAfterwards(Memory):
         return self.tail(self.memory + 1)
 
 
+class SizesOfWhatIsWrittenAfterwards(Halves):
+    """Other sizes are other graphs, of which the step that was tried tells, too."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(WIDTH))
+
+    def batch(self, k: int) -> tuple[Any, ...]:
+        return (torch.randn(BATCH - 8 * (k % 3), WIDTH, generator=torch.Generator().manual_seed(k)),)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.head(x) + 1
+        read = self.tail((h + self.state.cos().sin()).tanh())
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.state.lerp_(read.mean(0), 0.5)
+        return self.tail(read + h)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [WrittenAfterwards, MemoryWrittenAfterwards])
+@pytest.mark.parametrize("case", [WrittenAfterwards, MemoryWrittenAfterwards, SizesOfWhatIsWrittenAfterwards])
 def test_a_later_graph_writes_what_one_before_has_read(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
 
