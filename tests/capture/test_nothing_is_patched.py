@@ -45,13 +45,7 @@ def picture() -> Picture:
 
 def changed(before: Picture, after: Picture) -> list[str]:
     lost = [name for name, value in before.items() if name not in after or after[name] != value]
-    kinds = (
-        "handler",
-        "rule",
-        "allowed",
-        "filter",
-        "config",
-    )  # modules may have been imported meanwhile, and hold more
+    kinds = ("handler", "rule", "allowed", "filter", "config")  # of modules more may have been imported meanwhile
     return lost + [name for name in after if name not in before and name.startswith(kinds)]
 
 
