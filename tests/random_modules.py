@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import assume
+from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -195,6 +195,12 @@ class RandomModule(nn.Module):
         if kind == "products":
             return torch.bmm(a.unsqueeze(2), b.unsqueeze(1)).mean(2)
         return part(a)
+
+
+common = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+"""What property tests of them have in common: examples take long, and are not made smaller."""
 
 
 @contextmanager

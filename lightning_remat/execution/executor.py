@@ -332,8 +332,7 @@ class Execution:
             if self.values[slot] is None:
                 self.run_again(producer)
             elif slot in self.output_versions and self.versions_of(slot) != self.output_versions[slot]:
-                if isinstance(self.values[slot], Tensor):
-                    note_change(self.program, n, slot)
+                note_change(self.program, n, slot, self.values)
                 self._check_output(producer)
         values = self._conditions(n, step) if step.is_conditional or copies else self.values
         with Attended(self) as attendant:
@@ -358,8 +357,7 @@ class Execution:
         for slot in step.external:
             value, version = values[slot], self.versions[slot]
             if version is not None and slot not in copies and value._version != version:
-                if not (value.requires_grad and value.is_leaf):  # a parameter's is an error, as in a plain run
-                    note_change(self.program, n, slot)
+                note_change(self.program, n, slot, values)
                 name = self.program.traced.owned.get(self.program.traced.placeholders[slot], "")
                 what = f"the parameter or buffer {name}" if name else f"an input of {step.operation.name}"
                 raise modified(what, version, value)

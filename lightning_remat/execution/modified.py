@@ -33,14 +33,20 @@ def retried(run: Callable[[], T]) -> T:
     return run()
 
 
-def note_change(program: Any, n: int, slot: int) -> None:
+def note_change(program: Any, n: int, slot: int, values: list[Any]) -> None:
     """Operation n reads what changes before its backward: its value is copied from now on.
 
-    So it is by other plans, and in graphs that are captured for other inputs.
+    So it is by other plans, and in graphs that are captured for other inputs. Of a parameter, and of views of one, it
+    stays an error, as in a plain run.
     """
+    traced, places = program.traced, slots(program.traced)
+    node = next(i for i, place in places.items() if place == slot)
+    homes = traced.operations[traced.producer[node]].lives_in if node in traced.producer else {node}
+    given = [values[places[i]] for i in homes if i.op == "placeholder"]
+    if not isinstance(values[slot], Tensor) or any(t.requires_grad and t.is_leaf for t in given):
+        return
     program.copied.add((n, slot))
-    name = program.steps[n].operation.name
-    _changed.setdefault(_origin(program), set()).add((name, _names(program)[slot]))
+    _changed.setdefault(_origin(program), set()).add((program.steps[n].operation.name, node.name))
 
 
 def known_changes(program: Any) -> set[tuple[int, int]]:

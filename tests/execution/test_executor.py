@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
-from random_modules import modules, refusals_left_out
+from random_modules import common, modules, refusals_left_out
 from rewriting import counted_runs, rewrite
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,11 +32,6 @@ def plain_traces(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Traces of the plain module, if autograd takes it at all: a saved value may have been overwritten."""
     with refusals_left_out():
         return traces(module, [x, x + 1])
-
-
-common = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
-from random_modules import KINDS, RandomModule, Step, modules, refusals_left_out
+from random_modules import KINDS, RandomModule, Step, common, modules, refusals_left_out
 from rewriting import rewrite
 from torch import Tensor, nn
 from training_steps import assert_equal_traces, loss_of, traces
@@ -127,11 +127,6 @@ def _step(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-common = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
-
-
 @pytest.mark.slow
 def test_random_modules_that_write() -> None:
     kinds = st.one_of(st.sampled_from([*WRITES]), st.sampled_from(KINDS))
@@ -207,3 +202,26 @@ def test_what_others_write_before_the_backward_is_noticed_once_and_copied_from_t
         assert same(wanted, [*first, *gradients(ours), *gradients(ours)])
 
     check()
+
+
+class OfAView(nn.Module):
+    """Reads its parameter by a view, which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).tanh().sin()
+
+
+def test_what_is_written_into_a_parameter_stays_an_error() -> None:
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    module = OfAView()
+    rewrite(module, [0], x)
+    for _ in range(3):
+        loss = module(x).sum()
+        with torch.no_grad():
+            module.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from random_graphs import schedules
-from random_modules import Scaled, modules, refusals_left_out
+from random_modules import Scaled, common, modules, refusals_left_out
 from resting_cases import Between, rested, rested_results, rested_tapes, resting_copy
 from rewriting import recomputing_copy, rewrite
 from test_stretches import Failing
@@ -32,10 +32,6 @@ from lightning_remat.lowering import apply_liveness
 from lightning_remat.schedules.schedule import Schedule
 
 X = torch.randn(4, 6)
-
-common = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
 
 
 def blocks(depth: int = 3) -> nn.Sequential:
