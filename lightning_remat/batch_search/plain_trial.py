@@ -167,7 +167,7 @@ class PlainTrial:
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:
         """The calls of the modules (None: of those that the user named, or that the step calls) at that batch size."""
-        modules = self.modules if modules is None else modules
+        may_nest, modules = modules is not None, self.modules if modules is None else modules
         root = _Root(self.module) if modules is None else self.module
 
         @contextmanager
@@ -177,7 +177,8 @@ class PlainTrial:
                 yield
 
         try:
-            view = look_through(root, lambda: self.loss_of(self.batch_of(batch_size)), modules, undone=prepared)
+            step = lambda: self.loss_of(self.batch_of(batch_size))  # noqa: E731
+            view = look_through(root, step, modules, may_nest=may_nest, undone=prepared)
         except NoCallError as error:
             if modules is not None:
                 raise

@@ -40,6 +40,7 @@ class Call:
             graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
         tick: When it began, in the order of all that the step was seen to do.
         span: Between which backwards of the step it began, and waits for its own.
+        within: The modules that it calls, of those that were watched.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Call:
     part: Part | None = None
     tick: int = 0
     span: Span = field(default_factory=Span)
+    within: frozenset[nn.Module] = frozenset()
 
     @property
     def is_divided(self) -> bool:

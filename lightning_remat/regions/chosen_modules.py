@@ -25,13 +25,16 @@ def divided(modules: Sequence[Any] | None) -> tuple[list[Any], list[Any] | None]
     return in_graphs, [m for m in modules if not (isinstance(m, str) and m.endswith("]"))]
 
 
-def resolved(root: nn.Module, names: Mapping[nn.Module, str], modules: Sequence[Any] | None) -> list[nn.Module]:
+def resolved(
+    root: nn.Module, names: Mapping[nn.Module, str], modules: Sequence[Any] | None, *, may_nest: bool = False
+) -> list[nn.Module]:
     """The submodules that are meant.
 
     Args:
         root: Above all of them.
         names: Of all submodules.
         modules: Submodules or their names; None for those that take hooks, of a sharded root the parts that are whole.
+        may_nest: Whether they may lie inside one another.
 
     Raises:
         ValueError: One is not there, takes no hooks or lies inside another.
@@ -48,8 +51,8 @@ def resolved(root: nn.Module, names: Mapping[nn.Module, str], modules: Sequence[
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"modules names {names[module]!r}: {reason_against(module)}")
         found.append(module)
-    for outer in found:
+    for outer in () if may_nest else found:
         for inner in found:
             if inner is not outer and any(inner is m for m in outer.modules()):
                 raise ValueError(f"modules names {names[outer]!r} and {names[inner]!r}, which lies inside it: name one")
-    return found
+    return list(dict.fromkeys(found))

@@ -52,6 +52,7 @@ def look_through(
     step: Callable[[], object],
     modules: Sequence[Any] | None = None,
     *,
+    may_nest: bool = False,
     undone: Callable[[], AbstractContextManager[object]] = nullcontext,
     differentiating: Callable[[], object] | None = None,
     again_after: tuple[type[Exception], ...] = (),
@@ -78,6 +79,7 @@ def look_through(
         step: Runs the forward of one training step.
         modules: Submodules, or their names, to watch instead of the outermost ones. Of a name with a number in
             brackets, as `"net[0]"`, the graphs that TorchDynamo captures of the submodule's forward are the calls.
+        may_nest: Whether these may lie inside one another, as may what a step was seen to call by itself.
         undone: What each run happens in: puts back what it changes.
         differentiating: What is run the second time, where that is something else.
         again_after: Errors after which it is run a second time, besides that of a derivative of which nothing is saved.
@@ -98,7 +100,7 @@ def look_through(
     def look() -> View:
         run = (differentiating or step) if holds else step
         with undone(), unsynchronized():
-            return _look_through(root, run, modules, backwards or Backwards(), holds=holds)
+            return _look_through(root, run, modules, backwards or Backwards(), holds=holds, may_nest=may_nest)
 
     while True:
         num_looks += 1
@@ -123,12 +125,18 @@ def look_through(
 
 
 def _look_through(
-    root: nn.Module, step: Callable[[], object], modules: Sequence[Any] | None, backwards: Backwards, *, holds: bool
+    root: nn.Module,
+    step: Callable[[], object],
+    modules: Sequence[Any] | None,
+    backwards: Backwards,
+    *,
+    holds: bool,
+    may_nest: bool,
 ) -> View:
     names = {m: name for name, m in reversed(submodules(root))}
     in_graphs, whole = divided(modules)
-    in_parts = list(dict.fromkeys(resolved(root, names, in_graphs))) if in_graphs else []
-    watched = [m for m in resolved(root, names, whole) if m not in in_parts]
+    in_parts = list(dict.fromkeys(resolved(root, names, in_graphs, may_nest=may_nest))) if in_graphs else []
+    watched = [m for m in resolved(root, names, whole, may_nest=may_nest) if m not in in_parts]
     gathered = gathered_modules(root)
     share_forwards(m for m in watched if m in gathered)
     begun = between_captures()
@@ -313,7 +321,8 @@ def _as_call(frame: _Frame, name: str) -> Call:
     cut = cut_from_history(frame.given)
     args, kwargs = as_new(frame.given, cut)
     part = frame.part and replace(frame.part, values=[cut.get(id(v), v) for v in frame.part.values])
-    return Call(name, frame.module, args, kwargs, frame.ambient, frame.outputs, part, frame.tick, frame.span)
+    place = frame.outputs, part, frame.tick, frame.span, frozenset(frame.within())
+    return Call(name, frame.module, args, kwargs, frame.ambient, *place)
 
 
 class _NothingHeldError(TraceError):
@@ -355,6 +364,12 @@ class _Frame:
         frame.is_handed_on, frame.tick, frame.span = is_handed_on, next(self.clock), outermost or self.span
         self.children.append(frame)
         return frame
+
+    def within(self) -> Iterator[nn.Module]:
+        """The modules of all calls inside it."""
+        for frame in self.children:
+            yield frame.module
+            yield from frame.within()
 
     def leave(self, output: Any, *, is_named: bool) -> None:
         """It has returned; of one that was not asked for by name the module must be more than a function."""

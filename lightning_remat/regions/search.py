@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -97,6 +97,9 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
             watched, divided = _outermost(inner for m in without for inner in _parts_within(m)), {}
             continue
         called = {call.module for call in view.calls}
+        if any(call.within & called for call in view.calls):
+            watched = _apart(view.calls, called)
+            continue
         idle_parts = [m for m in watched or () if isinstance(m, nn.Module) and m not in called]
         if inner := _outermost(part for m in idle_parts for part in _parts_within(m)):
             watched = [*(call.name for call in view.calls), *inner]
@@ -227,6 +230,18 @@ def is_exchanged(module: nn.Module) -> bool:
 def _kind_of_call(call: Call) -> tuple[Any, list[Any]]:
     leaves, structure = flatten((call.args, call.kwargs))
     return structure, [leaf if not isinstance(leaf, _ARRAYS) else type(leaf) for leaf in leaves]
+
+
+def _apart(calls: Sequence[Call], called: Set[nn.Module]) -> list[Any]:
+    """What to watch where a step calls modules by themselves that it also calls within others.
+
+    These others are served part by part. A layer stays plain where it is called by itself, as it does among parts.
+    """
+    inner = {m for call in calls for m in call.within & called}
+    layers = {m for m in inner if is_layer(m)}
+    outer = dict.fromkeys(call.module for call in calls if call.within & (inner - layers))
+    others = (call.name for call in calls if call.module not in outer and call.module not in layers)
+    return [*others, *(part for m in outer for part in _parts_within(m))]
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -180,6 +180,7 @@ class LightningTrial:
             self.module,
             step,
             self.modules if modules is None else modules,
+            may_nest=modules is not None,
             undone=prepared,
             differentiating=differentiating,
             again_after=(StepFailedError,),
