@@ -48,7 +48,7 @@ def with_rests(program: Program, rests: Rests) -> Program:
     """The same program, in which something rests; where saved tensors belong it learns anew, with fewer hooks."""
     traced, schedule, graph = program.traced, program.schedule, program.graph
     found = _compiled(traced, schedule, graph, rests, program.differentiable, program.variants)
-    return program.finished(replace(found, copied=program.copied, kinds=program.kinds))
+    return program.finished(replace(found, copied=program.copied, suspected=program.suspected, kinds=program.kinds))
 
 
 def _compiled(
@@ -70,13 +70,14 @@ def _compiled(
     constants = tuple((compile_constant(c, slot_of), slot_of[c]) for c in traced.constants)
     runs = schedule.runs()
     settled = _settled(traced)
+    buffers = _buffers(traced)
     taped, passing = _discarded_tapes(schedule), _passing_tapes(forward)
     steps = tuple(
         _step(
             traced,
             n,
             slot_of,
-            settled[n],
+            settled[n] - buffers if runs[n] > 1 else settled[n],
             is_hooked=n in hooked,
             is_announced=n in announced,
             is_repeated=runs[n] > 1,
@@ -227,6 +228,12 @@ def _settled(traced: TracedModule) -> list[frozenset[fx.Node]]:
         unsettled = {*operation.writes, *(i for p in reads for i in p.all_input_nodes if last.get(i, -1) >= place[p])}
         found.append(frozenset(last.keys() & {i for p in reads for i in p.all_input_nodes} - unsettled))
     return found
+
+
+def _buffers(traced: TracedModule) -> set[fx.Node]:
+    """What the module holds that is no parameter: what a forward writes there, the next one may before a backward."""
+    parameters = {name for name, _ in traced.module.named_parameters(remove_duplicate=False)}
+    return {i for i, name in traced.owned.items() if name not in parameters}
 
 
 def _step(

@@ -34,7 +34,7 @@ from ..operations.saved_tensors import (
 )
 from .attended import Attended
 from .instructions import Do
-from .modified import modified, note_change
+from .modified import clear_up, modified, note_change
 from .places import TAPE, Place, Reference
 from .program import Kinds, Program, Step
 from .stretches import Again, LetGo, Part
@@ -298,7 +298,7 @@ class Execution:
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
                 return False
-        return self.watch is None and not self.program.copied
+        return self.watch is None and not self.program.copied and not self.program.suspected
 
     def _is_ambient_same(self) -> bool:
         """Whether the forward's settings hold. It is asked once in each backward, in which nobody else runs."""
@@ -326,6 +326,8 @@ class Execution:
         """Recomputes an operation, its inputs cut off from the graph; its tape is caught tensor by tensor."""
         step = self.steps[n]
         copies = self.copies.get(n, {})
+        if self.program.suspected:
+            clear_up(self, n)
         for slot, producer in zip(step.inputs, step.producers, strict=True):
             if slot in copies:
                 continue

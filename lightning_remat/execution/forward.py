@@ -31,6 +31,7 @@ from .assembly import with_rests
 from .executor import Execution, Watch
 from .instructions import Do
 from .learning import Learning
+from .modified import copies_of
 from .places import Place, Reference, is_part, is_same
 from .program import Program, SlotOf
 from .telling import Keeper
@@ -83,6 +84,7 @@ class _Forward:
         self.generators: list[Source] | None = None
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
+        self.copied: dict[int, list[int]] = {}  # what others may write, by who reads it again
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
         self.outside: set[int | None] = set()
         self.awake: dict[Tensor, set[int]] = {}  # tensor -> the operations that returned it and do not sleep
@@ -93,7 +95,8 @@ class _Forward:
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
         learns, returned, values, program = self.learns, self.returned, self.values, self.program
-        is_special = bool(program.revived or program.copied)
+        self.copied = copies_of(program, values)
+        is_special = bool(program.revived or self.copied)
         is_watched = is_special or learns is not None or self.execution.watch is not None
         try:
             with ContextStack() as contexts:
@@ -186,8 +189,8 @@ class _Forward:
                 execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
             else:
                 execution.kept_versions[n, slot] = values[slot]._version
-        for m, slot in self.program.copied:
-            if m == n:
+        for slot in self.copied.get(n, ()):
+            if isinstance(values[slot], Tensor):
                 execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
         contexts.enter(step.contexts)
         if learns is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..operations.evaluation import slots
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 _changed: WeakKeyDictionary[Any, set[tuple[str, str]]] = WeakKeyDictionary()
 """Code that was captured → names of operations, and of what they read that changed before their backward."""
 
-_MOST_RETRIES = 8
-"""Values that are found, one by one, to change between a forward and its backward."""
+_suspects = 0
+"""How many runs ask for all that others may change."""
 
 
 class ModifiedError(RuntimeError):
@@ -24,13 +24,60 @@ class ModifiedError(RuntimeError):
 
 
 def retried(run: Callable[[], T]) -> T:
-    """What `run` returns, once more if a value was changed before the backward: from then on it is copied."""
-    for _ in range(_MOST_RETRIES):
-        try:
-            return run()
-        except ModifiedError:
-            continue
+    """What `run` returns, once more if a value was changed before the backward: from then on it is copied.
+
+    All such values are found by a run in between, in which whatever may have changed is copied.
+    """
+    global _suspects
+    try:
+        return run()
+    except ModifiedError:
+        pass
+    _suspects += 1
+    try:
+        run()
+    finally:
+        _suspects -= 1
     return run()
+
+
+def suspect(program: Any) -> None:
+    """What its recomputations read where others may write is copied until a backward has told whether it has changed.
+
+    So it is in graphs that are new to a step that trains, which cannot be run again.
+    """
+    seen, steps = frozenset[int](program.seen), list[Any](program.steps)
+    for n, step in enumerate(steps):
+        if step.is_repeated:
+            open_to_others = (*step.external, *(slot for slot in step.inputs if slot in seen))
+            program.suspected.update((n, slot) for slot in open_to_others)
+
+
+def copies_of(program: Any, values: list[Any]) -> dict[int, list[int]]:
+    """What is copied before which operations run for the first time."""
+    if _suspects:
+        suspect(program)
+    found: dict[int, list[int]] = {n: [] for n, _ in (*program.copied, *program.suspected)}
+    for n, slot in program.copied:
+        found[n].append(slot)
+    if program.suspected:
+        others = _others(program, values)
+        frozen = {slot for slot in others if slot < len(values) and isinstance(values[slot], nn.Parameter)}
+        for n, slot in program.suspected - program.copied:
+            if slot in others and slot not in frozen:
+                found[n].append(slot)
+    return found
+
+
+def clear_up(execution: Any, n: int) -> None:
+    """An operation runs again: whether what it reads has changed since its first run is known now."""
+    program = execution.program
+    for slot in [slot for m, slot in program.suspected if m == n]:
+        program.suspected.discard((n, slot))
+        is_given = slot < execution.num_given
+        before = [execution.versions[slot]] if is_given else execution.output_versions.get(slot)
+        if before is not None and execution.values[slot] is not None and execution.versions_of(slot) != before:
+            note_change(program, n, slot, execution.values)
 
 
 def note_change(program: Any, n: int, slot: int, values: list[Any]) -> None:
@@ -39,14 +86,21 @@ def note_change(program: Any, n: int, slot: int, values: list[Any]) -> None:
     So it is by other plans, and in graphs that are captured for other inputs. Of a parameter, and of views of one, it
     stays an error, as in a plain run.
     """
+    if isinstance(values[slot], Tensor) and slot in _others(program, values):
+        program.copied.add((n, slot))
+        _changed.setdefault(_origin(program), set()).add((program.steps[n].operation.name, _names(program)[slot]))
+
+
+def _others(program: Any, values: list[Any]) -> set[int]:
+    """The places of what is no parameter that is trained, and lives in none."""
     traced, places = program.traced, slots(program.traced)
-    node = next(i for i, place in places.items() if place == slot)
-    homes = traced.operations[traced.producer[node]].lives_in if node in traced.producer else {node}
-    given = [values[places[i]] for i in homes if i.op == "placeholder"]
-    if not isinstance(values[slot], Tensor) or any(t.requires_grad and t.is_leaf for t in given):
-        return
-    program.copied.add((n, slot))
-    _changed.setdefault(_origin(program), set()).add((program.steps[n].operation.name, node.name))
+    trained = {i for i in traced.placeholders if _is_trained(values[places[i]])}
+    homes = {i: traced.operations[n].lives_in for i, n in traced.producer.items()}
+    return {slot for i, slot in places.items() if trained.isdisjoint(homes.get(i, {i}))}
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def known_changes(program: Any) -> set[tuple[int, int]]:

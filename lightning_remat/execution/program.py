@@ -59,7 +59,8 @@ class Step:
         inputs: What it reads that operations make.
         producers: Which operations make these.
         external: What it reads from outside and a recomputation must find unchanged.
-        kept: What it reads outside and the graph writes afterwards: a recomputation reads copies made at the first run.
+        kept: What it reads outside and the graph writes afterwards, or a buffer that it has written before: a
+            recomputation reads copies made at the first run.
         is_hooked: Whether something that its backward reads is discarded before: autograd then gets references.
         is_announced: Whether its backward must tell that it begins, though it may ask for nothing.
         is_output: Whether the caller gets what it makes.
@@ -129,6 +130,7 @@ class Program:
         rests: What gives up its memory in place.
         variants: The program in which nothing rests, and once it has run the one by which further calls run.
         copied: Operations, and what they read outside, of which a recomputation was seen to need the former value.
+        suspected: The same of what others may have changed by then, until a recomputation has looked.
         learned: For each hooked operation, where its saved tensors were found to belong.
         differentiable: Of operations that run again with gradients, what they read to which these were found to flow.
         kinds: Of the values of its placeholders, once it has run.
@@ -160,6 +162,7 @@ class Program:
     rests: Rests
     variants: list[Program]
     copied: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    suspected: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     learned: dict[int, Places] = field(default_factory=dict[int, Places])
     differentiable: dict[int, tuple[Differentiable, ...]] = field(default_factory=dict[int, tuple[Differentiable, ...]])
     kinds: list[Kinds] = field(default_factory=list[Kinds])

@@ -26,6 +26,7 @@ from .compiling import StretchCompiler
 from .executor import Watch
 from .forward import run_forward
 from .later_graphs import Call, LaterGraphs, Part, is_worth
+from .modified import suspect
 from .program import Program
 
 _STATE = "_rematerialization"
@@ -118,6 +119,8 @@ class _Rewritten:
                     found = self._finished(self.later.program_for(call, graph, values))
                     if found is not None or graph not in self.programs:
                         self.programs[graph] = {(): found}
+                    if found is not None:
+                        suspect(found)
         self.later.runs(call, graph)
         program = _closest(self.programs[graph], values)
         if program is None:
