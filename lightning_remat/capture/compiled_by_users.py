@@ -25,13 +25,13 @@ _SOURCE = "_torchdynamo_inline"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has made the module of another.
+    """Whether `torch.compile` has made the module of another, or compiles its calls.
 
     >>> import torch
     >>> is_compiled(torch.compile(nn.Identity())), is_compiled(nn.Identity())
     (True, False)
     """
-    return isinstance(module, OptimizedModule)
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # pyright: ignore
 
 
 def has_compiled_methods(module: nn.Module) -> bool:

@@ -70,7 +70,8 @@ class Attended:
         """Operation n runs again: what it saves is caught, if that is wanted and not there, and it draws the same."""
         recorded = self._recorded
         for slot, leaf in recorded.differentiable.get(n, ()):
-            ask_for_gradients(recorded.values[slot], leaf)  # others around it may have made it without
+            if (value := recorded.values[slot]) is not None:  # else a copy is read, which asks where the value did
+                ask_for_gradients(value, leaf)  # others around it may have made it without
         self._settings.__enter__()
         self._is_running = True
         if n in recorded.draws:

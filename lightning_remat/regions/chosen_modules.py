@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..capture.compiled_by_users import is_compiled
 from ..module_state.refusals import reason_against
 from ..module_state.sharding import has_units, whole_parts
 
@@ -41,7 +42,10 @@ def resolved(
     """
     if modules is None:
         found = list(whole_parts(root)) if has_units(root) else list(names)
-        return [m for m in found if not isinstance(m, torch.jit.ScriptModule)]  # which takes no hooks
+        compiled = {
+            inner for m in names if is_compiled(m) for inner in m.modules()
+        }  # which would be compiled with hooks
+        return [m for m in found if m not in compiled and not isinstance(m, torch.jit.ScriptModule)]
     by_name = dict(submodules(root))
     found: list[nn.Module] = []
     for item in modules:

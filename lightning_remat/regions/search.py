@@ -187,7 +187,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _parts_within(module: nn.Module) -> Iterator[nn.Module]:
-    return iter(()) if is_sharded(module) else parts_of(module)
+    return iter(()) if is_sharded(module) or is_compiled(module) else parts_of(module)
 
 
 def _note(
@@ -220,7 +220,7 @@ def is_exchanged(module: nn.Module) -> bool:
     """
 
     def is_special(m: Any) -> bool:
-        if is_compiled(m) or m._compiled_call_impl is not None or has_compiled_methods(m):
+        if is_compiled(m) or has_compiled_methods(m):
             return True
         return any(isinstance(v, deque) and v.maxlen is not None for v in vars(m).values())  # pyright: ignore
 

@@ -47,10 +47,13 @@ def check_supported(trainer: Trainer, module: LightningModule, callback: Callbac
                 f"{name} is wrapped by torch's activation checkpointing, which Rematerialization replaces: remove the "
                 "wrapper"
             )
-        if is_compiled(submodule):
-            raise MisconfigurationException(
-                f"{name or 'the model'} is compiled, and a compiled module cannot be taken apart: remove torch.compile"
-            )
+    compiled = {m: name for name, m in submodules(module) if is_compiled(m)}
+    inside = {p for m in compiled for p in m.parameters()}
+    if compiled and not any(p.requires_grad and p not in inside for p in module.parameters()):
+        name = next(iter(compiled.values()))
+        raise MisconfigurationException(
+            f"{name or 'the model'} is compiled, and a compiled module cannot be taken apart: remove torch.compile"
+        )
 
 
 def check_searchable(trial: LightningTrial, settings: Settings) -> None:

@@ -1,0 +1,84 @@
+"""Modules that `torch.compile` was given stay as they are; what is around them is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from remat_runs import run
+from same_runs import Deep, assert_same_run, deep, remat
+from torch import Tensor, fx
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
+]
+
+compilations: list[int] = []
+
+
+def counting(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+    compilations.append(len(graph.graph.nodes))
+    return graph.forward
+
+
+class CompiledHead(Deep):
+    """A part of it is made anew by `torch.compile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: Any = torch.compile(deep(depth=2), backend=counting)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.net(batch[0])).square().mean()
+
+
+class HeadCompiledInPlace(CompiledHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = deep(depth=2)
+        self.head.compile(backend=counting)
+
+
+class CalledByTheForward(CompiledHead):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x) * 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CompiledHead, HeadCompiledInPlace, CalledByTheForward])
+def test_the_run_is_the_same(tmp_path: Path, case: type[CompiledHead]) -> None:
+    torch.compiler.reset()
+    run(tmp_path, case(), max_steps=2)
+    plain = set(compilations)
+    torch.compiler.reset()
+    compilations.clear()
+    result = assert_same_run(tmp_path, case, callback=remat(planner="auto", memory_budget="85%")).result
+    assert result is not None
+    assert {key.partition("[")[0] for key in result.step.keys} <= {"", "net"}
+    assert {*compilations} == plain  # nothing of ours is compiled into it
+    compilations.clear()
+
+
+class AllCompiled(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = torch.compile(self.net, backend="eager")
+
+
+class AllCompiledInPlace(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile(backend="eager")
+
+
+@pytest.mark.parametrize("case", [AllCompiled, AllCompiledInPlace])
+def test_where_all_is_compiled_it_is_refused(tmp_path: Path, case: type[Deep]) -> None:
+    with pytest.raises(MisconfigurationException, match=r"net is compiled, .*: remove torch\.compile"):
+        run(tmp_path, case(), remat())
