@@ -10,7 +10,6 @@ from torch import nn
 
 from ..devices import counts_memory, empty_cache
 from ..errors import MismatchError
-from ..execution.modified import retried
 from ..execution.rewriter import num_profiled
 from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
@@ -41,7 +40,7 @@ def execute(trial: Trial, choice: Choice, settings: Settings) -> Executed:
         return 0
 
     def measure() -> int:
-        return retried(lambda: trial.measure(size, with_scratch=settings.counts_scratch))
+        return trial.measure(size, with_scratch=settings.counts_scratch)
 
     trial.within = choice.budget_bytes if settings.counts_scratch else None
     num_steps = STEPS_PER_TRIAL

@@ -17,6 +17,7 @@ from ..budget import Budget
 from ..capture.synchronized_norms import unsynchronized
 from ..devices import device_of
 from ..errors import check_kind
+from ..execution.modified import retried
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
 from ..measure.meter import measure_peak
@@ -207,7 +208,8 @@ class PlainTrial:
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
         """The measured peak of two real steps with backward and optimizer, in bytes."""
-        return together(self.module, partial(self._measured, batch_size, with_scratch), is_out_of_memory)
+        step = partial(self._measured, batch_size, with_scratch)
+        return retried(lambda: together(self.module, step, is_out_of_memory))
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0

@@ -64,7 +64,8 @@ class Trial(Protocol):
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:
         """The measured peak of `STEPS_PER_TRIAL` real steps with backward and optimizer, in bytes.
 
-        With scratch, all counts that the device must have for them (`meter.measure_peak`).
+        With scratch, all counts that the device must have for them (`meter.measure_peak`). Where a backward finds what
+        was changed since its forward they are run again (`modified.retried`).
         """
         ...
 

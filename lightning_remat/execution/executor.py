@@ -367,7 +367,10 @@ class Execution:
             return values
         values = list(values)
         for slot in step.kept:
-            if (version := self.kept_versions.get((n, slot))) is not None and values[slot]._version != version:
+            if slot in copies or (version := self.kept_versions.get((n, slot))) is None:
+                continue
+            if values[slot]._version != version:
+                note_change(self.program, n, slot, self.values)
                 raise modified(f"a buffer that {step.operation.name} reads", version, values[slot])
         for slot in {*step.kept, *copies}:
             own: Tensor = values[slot]

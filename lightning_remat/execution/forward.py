@@ -184,14 +184,12 @@ class _Forward:
     def _run_first(self, n: int, contexts: ContextStack) -> None:
         execution, values, learns = self.execution, self.values, self.learns
         step = self.program.steps[n]
-        for slot in step.kept:
-            if step.is_repeated:
-                execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
-            else:
+        copied = {slot for slot in self.copied.get(n, ()) if isinstance(values[slot], Tensor)}
+        for slot in copied.union(step.kept if step.is_repeated else ()):
+            execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
+        if not step.is_repeated:
+            for slot in step.kept:
                 execution.kept_versions[n, slot] = values[slot]._version
-        for slot in self.copied.get(n, ()):
-            if isinstance(values[slot], Tensor):
-                execution.copies.setdefault(n, {})[slot] = copy_of(values[slot])
         contexts.enter(step.contexts)
         if learns is not None:
             learns.begin()

@@ -15,8 +15,8 @@ T = TypeVar("T")
 _changed: WeakKeyDictionary[Any, set[tuple[str, str]]] = WeakKeyDictionary()
 """Code that was captured → names of operations, and of what they read that changed before their backward."""
 
-_suspects = 0
-"""How many runs ask for all that others may change."""
+_looking: list[set[Any]] = []
+"""For each run that looks for all that changes, the programs that it has run."""
 
 
 class ModifiedError(RuntimeError):
@@ -26,37 +26,45 @@ class ModifiedError(RuntimeError):
 def retried(run: Callable[[], T]) -> T:
     """What `run` returns, once more if a value was changed before the backward: from then on it is copied.
 
-    All such values are found by a run in between, in which whatever may have changed is copied.
+    All such values are found by a run in between, in which whatever may change is copied.
     """
-    global _suspects
     try:
         return run()
     except ModifiedError:
         pass
-    _suspects += 1
+    programs = set[Any]()
+    _looking.append(programs)
     try:
         run()
     finally:
-        _suspects -= 1
+        _looking.remove(programs)
+        for program in programs:
+            program.suspected.clear()
     return run()
 
 
-def suspect(program: Any) -> None:
-    """What its recomputations read where others may write is copied until a backward has told whether it has changed.
+def suspect(program: Any, *, with_all: bool = False) -> None:
+    """What its recomputations read where others may write is copied until one has told whether it has changed.
 
     So it is in graphs that are new to a step that trains, which cannot be run again.
+
+    Args:
+        program: Of the graph.
+        with_all: Whether that of all operations is, which second backwards run again.
     """
     seen, steps = frozenset[int](program.seen), list[Any](program.steps)
     for n, step in enumerate(steps):
-        if step.is_repeated:
-            open_to_others = (*step.external, *(slot for slot in step.inputs if slot in seen))
+        if step.is_repeated or with_all:
+            kept = () if step.is_repeated else step.kept  # else it is copied anyway
+            open_to_others = (*step.external, *kept, *(slot for slot in step.inputs if slot in seen))
             program.suspected.update((n, slot) for slot in open_to_others)
 
 
 def copies_of(program: Any, values: list[Any]) -> dict[int, list[int]]:
     """What is copied before which operations run for the first time."""
-    if _suspects:
-        suspect(program)
+    for programs in _looking:
+        programs.add(program)
+        suspect(program, with_all=True)
     found: dict[int, list[int]] = {n: [] for n, _ in (*program.copied, *program.suspected)}
     for n, slot in program.copied:
         found[n].append(slot)
@@ -74,8 +82,10 @@ def clear_up(execution: Any, n: int) -> None:
     program = execution.program
     for slot in [slot for m, slot in program.suspected if m == n]:
         program.suspected.discard((n, slot))
-        is_given = slot < execution.num_given
-        before = [execution.versions[slot]] if is_given else execution.output_versions.get(slot)
+        if (kept := execution.kept_versions.get((n, slot))) is not None:
+            before = [kept]
+        else:
+            before = [execution.versions[slot]] if slot < execution.num_given else execution.output_versions.get(slot)
         if before is not None and execution.values[slot] is not None and execution.versions_of(slot) != before:
             note_change(program, n, slot, execution.values)
 

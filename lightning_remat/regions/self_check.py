@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..execution.modified import retried
 from ..execution.rewriter import Rewriting, programs_in, watched
 from ..measure.out_of_memory import is_out_of_memory
 from ..module_state.agreement import OtherRankError, all_ranks, together
@@ -97,7 +98,7 @@ def compared(module: nn.Module, run: Run, *, agree: Agree, when: str = "", may_v
     """
     programs = programs_in(module)
     with _unlearned(module), watched(module) as ran:
-        planned = _outcome(module, run)
+        planned = _outcome(module, lambda: retried(run))
     # Where nothing ran by a plan both are plain; what does not fit cannot be compared.
     if agree(int(planned is not None)) == 0 or agree(-len(ran)) == 0:
         return Compared(by_plan=False)

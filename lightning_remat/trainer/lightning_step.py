@@ -19,6 +19,7 @@ from ..batch_search.settings import Settings
 from ..batch_search.trial import STEPS_PER_TRIAL
 from ..batch_search.tried_batch import TriedBatch
 from ..devices import counts_memory, empty_cache
+from ..execution.modified import ModifiedError, retried
 from ..measure.allocated_growth import Peak
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..measure.device_memory import enforced
@@ -67,14 +68,19 @@ class StepFailedError(Exception):
 
 
 @contextmanager
-def _told_apart(is_of_the_size: Callable[[BaseException], bool] = is_out_of_memory) -> Generator[None]:
+def _told_apart(is_told_elsewhere: Callable[[BaseException], bool] = is_out_of_memory) -> Generator[None]:
     """What the user's step raises, from what this package does and what is of the size that was tried."""
     try:
         yield
     except Exception as error:
-        if is_of_the_size(error):
+        if is_told_elsewhere(error):
             raise
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether it is of the size that was tried, or another run of the step may do without it."""
+    return is_out_of_memory(error) or is_too_small_for_batch_norm(error) or isinstance(error, ModifiedError)
 
 
 class LightningTrial:
@@ -233,7 +239,8 @@ class LightningTrial:
             StepFailedError: The step raises, for another reason than a lack of memory or of samples.
         """
         step = partial(self._tried, batch_size, with_scratch)
-        return together(self.module, step, is_out_of_memory)
+        with _told_apart(lambda error: not isinstance(error, ModifiedError)):
+            return retried(lambda: together(self.module, step, is_out_of_memory))
 
     def _tried(self, batch_size: int, with_scratch: bool) -> int:
         with self.undone():
@@ -241,7 +248,7 @@ class LightningTrial:
             empty_cache(self.device)
             held = storage_bytes(self._held(self.batch_of(batch_size)))
             limited = nullcontext() if self.within is None else enforced(self.device, self.within, held)
-            with _told_apart(lambda error: is_out_of_memory(error) or is_too_small_for_batch_norm(error)), limited:
+            with _told_apart(_is_told_elsewhere), limited:
                 return self._measured(batch_size, with_scratch)
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
