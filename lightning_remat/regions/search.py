@@ -86,6 +86,7 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
     known: dict[Hashable, TracedModule] = {}
     reasons: dict[str, str] = {}
     divided: dict[nn.Module, str] = {}
+    kinds: dict[str, Any] = {}
     while watched is None or watched:
         try:
             view = look(watched)
@@ -104,12 +105,13 @@ def find_regions(look: Callable[[Sequence[Any] | None], View], watched: Sequence
         if inner := _outermost(part for m in idle_parts for part in _parts_within(m)):
             watched = [*(call.name for call in view.calls), *inner]
             continue
-        for name, call in {call.name: call for call in reversed(view.calls)}.items():
-            if name in traced and call.part is not None and call.part.graph is not traced[name].captured:
-                del traced[name]  # it serves there no more
         for name in dict.fromkeys(call.name for call in view.calls):
+            own = [call for call in view.calls if call.name == name]
+            if name in traced and not _serves(traced[name], kinds[name], own):
+                del traced[name]
             if name not in traced and name not in reasons:
-                _note(name, view.calls, traced, known, reasons)
+                _note(name, own, traced, known, reasons)
+                kinds[name] = _kind_of_call(own[0])
         failed = dict.fromkeys(c.module for c in view.calls if c.name not in traced and not c.is_divided)
         calls = [call for call in view.calls if call.name in traced]
         idle = [m for m in divided if not any(c.module is m and c.trains for c in calls)]
@@ -190,15 +192,21 @@ def _parts_within(module: nn.Module) -> Iterator[nn.Module]:
     return iter(()) if is_sharded(module) or is_compiled(module) else parts_of(module)
 
 
+def _serves(traced: TracedModule, kind: Any, calls: Sequence[Call]) -> bool:
+    """Whether what an earlier look captured is what runs in this one, which may see more calls."""
+    if (part := calls[0].part) is not None:
+        return part.graph is traced.captured
+    return all(_kind_of_call(call) == kind for call in calls)
+
+
 def _note(
     name: str,
-    calls: Sequence[Call],
+    own: Sequence[Call],
     traced: dict[str, TracedModule],
     known: dict[Hashable, TracedModule],
     reasons: dict[str, str],
 ) -> None:
     """Notes the operations of a region, all calls of which must be alike, or why it has none."""
-    own = [call for call in calls if call.name == name]
     try:
         part = own[0].part
         if part is None or part.is_whole:

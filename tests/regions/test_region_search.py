@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from remat_runs import Classifier, network, run, seeded
+from same_runs import WIDTH, Manual, assert_same_run, deep, remat
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -203,3 +204,43 @@ def test_a_part_that_hands_on_its_input_is_no_region() -> None:
     assert plan.step is not None
     with pytest.raises(TraceError, match="Nor can its submodules"):
         rematerialize(nn.Sequential(Chooses(), HandsOn()), x, memory_budget="100%")
+
+
+class DecidesTwice(nn.Module):
+    """Two graphs, the second of which is another one in each part of a step: a later look sees both parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = deep(depth=3), deep(depth=3)
+
+    def forward(self, x: Tensor, k: int) -> Tensor:
+        h = self.first(x)
+        if h.sum() < -1e9:
+            h = -h
+        return self.second(h.sigmoid() if k else h)
+
+
+class Remembers(Manual):
+    """Its recurrent part is called without a state in the first part of a step, and with one in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = DecidesTwice()
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        state = None
+        for k in range(2):
+            out, state = self.recurrent(self.net(batch[0], k)[None], state)
+            self.manual_backward(out.square().mean())
+            state = state.detach()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_part_that_turns_out_to_be_called_in_two_ways_is_planned_in_each(tmp_path: Path) -> None:
+    result = assert_same_run(tmp_path, Remembers, callback=remat(memory_budget="90%")).result
+    assert result is not None
+    assert {"recurrent[0]", "recurrent[1]"} <= {*result.step.keys}
