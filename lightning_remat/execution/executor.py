@@ -298,7 +298,9 @@ class Execution:
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
                 return False
-        return self.watch is None and not self.program.copied and not self.program.suspected
+        if self.copies and not self.copies.keys().isdisjoint(n for _, n in stretch.instructions):
+            return False
+        return self.watch is None
 
     def _is_ambient_same(self) -> bool:
         """Whether the forward's settings hold. It is asked once in each backward, in which nobody else runs."""

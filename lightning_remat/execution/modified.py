@@ -65,15 +65,13 @@ def copies_of(program: Any, values: list[Any]) -> dict[int, list[int]]:
     for programs in _looking:
         programs.add(program)
         suspect(program, with_all=True)
-    found: dict[int, list[int]] = {n: [] for n, _ in (*program.copied, *program.suspected)}
-    for n, slot in program.copied:
-        found[n].append(slot)
     if program.suspected:
-        others = _others(program, values)
-        frozen = {slot for slot in others if slot < len(values) and isinstance(values[slot], nn.Parameter)}
-        for n, slot in program.suspected - program.copied:
-            if slot in others and slot not in frozen:
-                found[n].append(slot)
+        given = values[: len(program.traced.placeholders)]
+        others = _others(program, values) - {slot for slot, value in enumerate(given) if _is_held(value)}
+        program.suspected.intersection_update([(n, slot) for n, slot in program.suspected if slot in others])
+    found: dict[int, list[int]] = {}
+    for n, slot in program.copied | program.suspected:
+        found.setdefault(n, []).append(slot)
     return found
 
 
@@ -111,6 +109,11 @@ def _others(program: Any, values: list[Any]) -> set[int]:
 
 def _is_trained(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
+def _is_held(value: Any) -> bool:
+    """Whether it may be large, and hardly anybody writes it, or is no tensor."""
+    return isinstance(value, nn.Parameter) or not isinstance(value, Tensor)
 
 
 def known_changes(program: Any) -> set[tuple[int, int]]:
