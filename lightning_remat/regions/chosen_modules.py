@@ -42,9 +42,7 @@ def resolved(
     """
     if modules is None:
         found = list(whole_parts(root)) if has_units(root) else list(names)
-        compiled = {
-            inner for m in names if is_compiled(m) for inner in m.modules()
-        }  # which would be compiled with hooks
+        compiled = {inner for m in names if is_compiled(m) for inner in m.modules()}  # hooks would be compiled into it
         return [m for m in found if m not in compiled and not isinstance(m, torch.jit.ScriptModule)]
     by_name = dict(submodules(root))
     found: list[nn.Module] = []
