@@ -328,7 +328,7 @@ class Execution:
         """Recomputes an operation, its inputs cut off from the graph; its tape is caught tensor by tensor."""
         step = self.steps[n]
         copies = self.copies.get(n, {})
-        if self.program.suspected:
+        if copies:
             clear_up(self, n)
         for slot, producer in zip(step.inputs, step.producers, strict=True):
             if slot in copies:

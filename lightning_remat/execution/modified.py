@@ -76,9 +76,9 @@ def copies_of(program: Any, values: list[Any]) -> dict[int, list[int]]:
 
 
 def clear_up(execution: Any, n: int) -> None:
-    """An operation runs again: whether what it reads has changed since its first run is known now."""
-    program = execution.program
-    for slot in [slot for m, slot in program.suspected if m == n]:
+    """An operation runs again on copies: whether others have written since its first run is known now."""
+    program, step = execution.program, execution.steps[n]
+    for slot in execution.copies[n].keys() - (step.kept if step.is_repeated else ()):
         program.suspected.discard((n, slot))
         if (kept := execution.kept_versions.get((n, slot))) is not None:
             before = [kept]

@@ -16,6 +16,8 @@ STARTS_LATE = 2
 class Averages(Halves):
     """Divides by a moving average that its forward takes in; further forwards come before the backward."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(WIDTH))
@@ -64,6 +66,20 @@ class OfALaterGraph(Averages):
             self.scale.mul_(0.9)
 
 
+class TwiceInALaterGraph(OfALaterGraph):
+    """Of two calls only the first, whose backward comes last, is followed by a write."""
+
+    def change(self, k: int) -> None:
+        self.kind = "first" if k < STARTS_LATE else "later"
+
+    def step(self, *batch: Any) -> Tensor:
+        loss = self(*batch).square().mean()
+        self.meanwhile(*batch)
+        loss = loss + self(batch[0] + 1).mean()
+        loss.backward()
+        return loss
+
+
 class OutputOfALaterGraph(OfALaterGraph):
     """The caller writes into what it got."""
 
@@ -106,6 +122,8 @@ class ManyBehindABreak(Averages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Averages, TwoForwards, OfALaterGraph, OutputOfALaterGraph, ManyBehindABreak])
+@pytest.mark.parametrize(
+    "case", [Averages, TwoForwards, OfALaterGraph, TwiceInALaterGraph, OutputOfALaterGraph, ManyBehindABreak]
+)
 def test_what_is_written_between_is_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
