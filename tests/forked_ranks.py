@@ -42,7 +42,7 @@ def run_ranks(num_ranks: int, run: Callable[[], None]) -> None:
 def _run(rank: int, run: Callable[[], None]) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
     # As if each had measured: no two find the same.
-    usual = rerun_prices.RerunPrices(run=0.0, rest=10e-6, stretch=130e-6, tape=70e-6, hook=80e-6)
+    usual = rerun_prices.RerunPrices(run=0.0, rest=10e-6, own_rest=0.0, stretch=130e-6, tape=70e-6, hook=80e-6)
     prices = rerun_prices.RerunPrices(*(price * (1 + rank / 10) for price in usual))
     rerun_prices._measured = lambda: (prices, lambda: 1.0)
     run()

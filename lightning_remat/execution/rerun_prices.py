@@ -56,6 +56,7 @@ class RerunPrices(NamedTuple):
     Attributes:
         run: Of one recomputation.
         rest: Of one whose output some backward reads, beside that: it gives up its memory and gets it again.
+        own_rest: Of one whose own backward is among these, beside that, as of a sigmoid: it rests by its storage.
         stretch: Of a stretch of them, beside that.
         tape: Of one that brings its tape, as a layer norm does, beside that; another asks for more or less, by how many
             storages it is in. One that draws random numbers asks for it (again) beside its tape.
@@ -65,6 +66,7 @@ class RerunPrices(NamedTuple):
 
     run: float
     rest: float
+    own_rest: float
     stretch: float
     tape: float
     hook: float
@@ -72,17 +74,18 @@ class RerunPrices(NamedTuple):
     def put_on(self, graph: Graph) -> Graph:
         """The graph with these prices."""
         read = {i for node in graph.nodes for i in node.saved}
-        nodes = (
-            replace(
+
+        def priced(n: int, node: Node) -> Node:
+            rests = self.rest * (n in read) + self.own_rest * (n in node.saved)
+            return replace(
                 node,
-                rerun_price=self.run + self.rest * (n in read) + self.tape * node.is_random,
+                rerun_price=self.run + rests + self.tape * node.is_random,
                 stretch_price=self.stretch,
                 tape_price=self.tape * _norms_in(node) if node.tape_bytes else 0.0,
                 hook_price=self.hook if node.num_saved else 0.0,
             )
-            for n, node in enumerate(graph.nodes)
-        )
-        return replace(graph, nodes=tuple(nodes))
+
+        return replace(graph, nodes=tuple(map(priced, range(len(graph.nodes)), graph.nodes)))
 
 
 def rerun_prices() -> RerunPrices:
@@ -103,8 +106,8 @@ def _measured() -> tuple[RerunPrices, Callable[[], float]]:
 
     Blocks of a transformer on tiny tensors are run with all kept, which is the step, in turn with one operation in
     every few blocks recomputed alone, whose output rests, or which has a tape, or saves its own output and needs hooks,
-    with several of which all outputs rest, and with several blocks recomputed at once: what differs from the first, by
-    how many of each there are, tells the prices.
+    with several of which all outputs rest, for other operations or for their own, and with several blocks recomputed at
+    once: what differs from the first, by how many of each there are, tells the prices.
     """
     with _undisturbed():
         return _solved()
@@ -120,7 +123,8 @@ def _solved() -> tuple[RerunPrices, Callable[[], float]]:
     size = count // _BLOCKS
     starts = range(0, count - _LONG * size, _APART * size)
     at_once = [n for start in starts[::_LONG] for n in range(start, start + _LONG * size)]
-    some = [_NORM], [_PROJECTION], [_ACTIVATION], range(size - _RESULTS, size)
+    results = range(size - _RESULTS, size)
+    some = [_NORM], [_PROJECTION], [_ACTIVATION], range(_PROJECTION, _ACTIVATION - 1), results
     again = [[], *([start + n for start in starts for n in places] for places in some), at_once]
     schedules = [lower_kept(graph, {*range(count)} - {*runs}) for runs in again]
     programs = [compile_schedule(traced, schedule, graph) for schedule in schedules]
@@ -200,9 +204,12 @@ _NOTHING = nn.Identity()
 """The module of a graph that was written down and captured nowhere."""
 
 
-_PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH), (_WIDTH,)] * 4)
-_NORM, _PROJECTION, _ACTIVATION = 0, 1, 3
-"""Their places among the operations of a block: a layer norm, a projection that a GELU reads, a sigmoid."""
+_PARAMETERS = ((_WIDTH,), (_WIDTH,), *[(_WIDTH, _WIDTH), (_WIDTH,)] * 5)
+_MIDDLE = 3
+"""How many projections there are, each of which a GELU reads."""
+
+_NORM, _PROJECTION, _ACTIVATION = 0, 1, 1 + 2 * _MIDDLE
+"""Their places among the operations of a block: a layer norm, the first of these projections, a sigmoid."""
 
 _RESULTS = 4
 """How many of the last, one after the other, save what they return."""
@@ -212,9 +219,12 @@ def _transformer() -> fx.GraphModule:
     graph = fx.Graph()
     h, *weights = [graph.placeholder(f"v{k}") for k in range(1 + len(_PARAMETERS) * _BLOCKS)]
     for k in range(0, len(weights), len(_PARAMETERS)):
-        scale, shift, up, bias, *downs = weights[k : k + len(_PARAMETERS)]
+        scale, shift, *linears = weights[k : k + len(_PARAMETERS)]
+        ups, downs = linears[: 2 * _MIDDLE], linears[2 * _MIDDLE :]
         inner = graph.call_function(nn.functional.layer_norm, (h, (_WIDTH,), scale, shift))
-        inner = graph.call_function(nn.functional.gelu, (graph.call_function(nn.functional.linear, (inner, up, bias)),))
+        for up in zip(ups[::2], ups[1::2], strict=True):
+            inner = graph.call_function(nn.functional.linear, (inner, *up))
+            inner = graph.call_function(nn.functional.gelu, (inner,))
         inner = graph.call_function(torch.sigmoid, (inner,))
         inner = graph.call_method("view", (inner, (_WIDTH, _WIDTH)))  # an output of which there are views needs hooks
         for down in zip(downs[::2], downs[1::2], strict=True):

@@ -20,7 +20,7 @@ from lightning_remat.regions import profiles
 
 @pytest.mark.slow
 def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = RerunPrices(run=5e-6, rest=7e-6, stretch=2e-5, tape=4e-5, hook=3e-6)
+    told = RerunPrices(run=5e-6, rest=7e-6, own_rest=6e-6, stretch=2e-5, tape=4e-5, hook=3e-6)
 
     def seconds(program: Program, _: list[Any]) -> float:
         return simulate(told.put_on(program.graph), program.schedule).seconds
@@ -31,7 +31,7 @@ def test_they_are_found_in_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_they_are_measured_once_and_told_for_a_machine_as_fast_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = RerunPrices(run=1.0, rest=2.0, stretch=3.0, tape=4.0, hook=5.0)
+    found = RerunPrices(run=1.0, rest=2.0, own_rest=2.5, stretch=3.0, tape=4.0, hook=5.0)
     solved: list[Any] = []
     seconds = iter([3.0, 0.5, 3.0, 3.0, 3.0, 4.0, 3.0, 2.0, 3.0, 3.0])
 
@@ -112,15 +112,22 @@ def test_whoever_asks_meters_nothing_of_it_and_may_infer() -> None:
 
 @pytest.mark.slow
 def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, rest, stretch, tape, hook = told = rerun_prices()
+    run, rest, own_rest, stretch, tape, hook = told = rerun_prices()
     monkeypatch.setattr(profiles, "rerun_prices", lambda: told)
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.LayerNorm(8)) for _ in range(8)))
-    plan = rematerialize(module, torch.randn(512, 8), memory_budget="70%", planner="periodic")
-    assert {node.kind: node.num_saved for node in plan.graph.nodes} == {"linear": 2, "log_sigmoid": 2, "layer_norm": 5}
+    module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.LayerNorm(8), nn.Tanh(), nn.Tanh()) for _ in range(8))
+    )
+    plan = rematerialize(module, torch.randn(512, 8), memory_budget="50%", planner="periodic")
+    assert {node.kind: node.num_saved for node in plan.graph.nodes} == {
+        "linear": 2,
+        "log_sigmoid": 2,
+        "layer_norm": 5,
+        "tanh": 1,
+    }
     assert {node.num_tape_storages for node in plan.graph.nodes if node.kind == "layer_norm"} == {2}
     seen: set[int] = set()
     read = {i for node in plan.graph.nodes for i in node.saved}
-    runs = rests = stretches = 0
+    runs = rests = own_rests = stretches = 0
     tapes = 0.0  # in those of layer norms, which are a mean and a deviation
     taped: set[int] = set()
     is_running_again = False
@@ -128,6 +135,7 @@ def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
         if kind in "FB":
             is_again = kind == "F" and n in seen
             runs, rests = runs + is_again, rests + (is_again and n in read)
+            own_rests += is_again and n in plan.graph.nodes[n].saved
             stretches += is_again and not is_running_again
             is_running_again = is_again
             if kind == "F" and plan.graph.nodes[n].tape_bytes:
@@ -141,8 +149,15 @@ def test_a_plan_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stretches
     assert program.hooked
     assert tapes
-    assert rests
-    prices = runs * run + rests * rest + stretches * stretch + tapes * tape + len(program.hooked) * hook
+    assert rests > own_rests > 0
+    prices = (
+        runs * run
+        + rests * rest
+        + own_rests * own_rest
+        + stretches * stretch
+        + tapes * tape
+        + len(program.hooked) * hook
+    )
     assert plan.simulation.recompute_seconds == pytest.approx(own + prices)
 
 
@@ -151,14 +166,14 @@ def _again(plan: Plan) -> list[int]:
     return [n for k, n in enumerate(runs) if n in runs[:k]]
 
 
-def test_an_output_that_a_backward_reads_costs_more() -> None:
-    prices = RerunPrices(run=1.0, rest=0.5, stretch=2.0, tape=3.0, hook=4.0)
+def test_an_output_that_a_backward_reads_costs_more_and_most_if_it_is_its_own() -> None:
+    prices = RerunPrices(run=1.0, rest=0.5, own_rest=0.25, stretch=2.0, tape=3.0, hook=4.0)
     nodes = (Node("read by itself", saved=(0,)), Node("read by the next"), Node("unread", inputs=(1,), saved=(1,)))
-    assert [node.rerun_price for node in prices.put_on(Graph(nodes)).nodes] == [1.5, 1.5, 1.0]
+    assert [node.rerun_price for node in prices.put_on(Graph(nodes)).nodes] == [1.75, 1.5, 1.0]
 
 
 def test_a_tape_costs_more_where_it_is_in_more_storages() -> None:
-    prices = RerunPrices(run=1.0, rest=0.5, stretch=2.0, tape=3.0, hook=4.0)
+    prices = RerunPrices(run=1.0, rest=0.5, own_rest=0.25, stretch=2.0, tape=3.0, hook=4.0)
     norm = Node("norm", tape_bytes=8, num_saved=5, num_tape_storages=2)
     few, many = (replace(norm, num_tape_storages=number) for number in (1, 6))
     nothing = replace(norm, tape_bytes=0, num_saved=0, num_tape_storages=0)
