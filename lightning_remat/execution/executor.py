@@ -298,8 +298,9 @@ class Execution:
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
                 return False
-        if self.copies and not self.copies.keys().isdisjoint(n for _, n in stretch.instructions):
-            return False
+        if self.program.suspected:
+            for n in self.copies.keys() & {n for _, n in stretch.instructions}:
+                clear_up(self, n)
         return self.watch is None
 
     def _is_ambient_same(self) -> bool:

@@ -44,20 +44,24 @@ def retried(run: Callable[[], T]) -> T:
 
 
 def suspect(program: Any, *, with_all: bool = False) -> None:
-    """What its recomputations read where others may write is copied until one has told whether it has changed.
+    """The buffers that its recomputations read are copied until one has told whether they have changed.
 
     So it is in graphs that are new to a step that trains, which cannot be run again.
 
     Args:
         program: Of the graph.
-        with_all: Whether that of all operations is, which second backwards run again.
+        with_all: Whether so is all that others may write, be it as large as activations, of all operations, which
+            second backwards run again.
     """
-    seen, steps = frozenset[int](program.seen), list[Any](program.steps)
+    places, seen, steps = slots(program.traced), frozenset[int](program.seen), list[Any](program.steps)
+    owned = {places[i] for i in program.traced.owned}
     for n, step in enumerate(steps):
-        if step.is_repeated or with_all:
+        if with_all:
             kept = () if step.is_repeated else step.kept  # else it is copied anyway
             open_to_others = (*step.external, *kept, *(slot for slot in step.inputs if slot in seen))
-            program.suspected.update((n, slot) for slot in open_to_others)
+        else:
+            open_to_others = owned.intersection(step.external) if step.is_repeated else ()
+        program.suspected.update((n, slot) for slot in open_to_others)
 
 
 def copies_of(program: Any, values: list[Any]) -> dict[int, list[int]]:
