@@ -177,8 +177,10 @@ class PlainTrial:
                 self.batch_of(batch_size)  # before the calls are watched
                 yield
 
+        def step() -> Tensor:
+            return self.loss_of(self.batch_of(batch_size))
+
         try:
-            step = lambda: self.loss_of(self.batch_of(batch_size))  # noqa: E731
             view = look_through(root, step, modules, may_nest=may_nest, undone=prepared)
         except NoCallError as error:
             if modules is not None:

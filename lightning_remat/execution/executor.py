@@ -273,6 +273,9 @@ class Execution:
                 self._follow(part.instructions)
 
     def _run(self, stretch: Again) -> None:
+        if self.program.suspected:
+            for n in self.copies.keys() & {n for _, n in stretch.instructions}:
+                clear_up(self, n)
         set_grad_enabled(False)
         try:
             if stretch.attended:
@@ -298,9 +301,6 @@ class Execution:
         for n in stretch.hooked:
             if n in self.taped and n not in self.tapes:
                 return False
-        if self.program.suspected:
-            for n in self.copies.keys() & {n for _, n in stretch.instructions}:
-                clear_up(self, n)
         return self.watch is None
 
     def _is_ambient_same(self) -> bool:

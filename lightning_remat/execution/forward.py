@@ -84,7 +84,7 @@ class _Forward:
         self.generators: list[Source] | None = None
         self.learns = None if is_known else Learning(self.program, self.values, execution.num_given)
         self.returned: dict[int, Any] = {}
-        self.copied: dict[int, list[int]] = {}  # what others may write, by who reads it again
+        self.copied = copies_of(self.program, self.values)
         self.dormant: dict[int, list[Any]] = {}  # emptied outputs that a later run fills again
         self.outside: set[int | None] = set()
         self.awake: dict[Tensor, set[int]] = {}  # tensor -> the operations that returned it and do not sleep
@@ -95,7 +95,6 @@ class _Forward:
     def run(self) -> Any:
         """Runs the program up to the first backward; what the captured graph returns."""
         learns, returned, values, program = self.learns, self.returned, self.values, self.program
-        self.copied = copies_of(program, values)
         is_special = bool(program.revived or self.copied)
         is_watched = is_special or learns is not None or self.execution.watch is not None
         try:

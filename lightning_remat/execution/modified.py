@@ -37,7 +37,7 @@ def retried(run: Callable[[], T]) -> T:
     try:
         run()
     finally:
-        _looking.remove(programs)
+        _looking[:] = [others for others in _looking if others is not programs]
         for program in programs:
             program.suspected.clear()
     return run()
