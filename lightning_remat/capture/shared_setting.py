@@ -7,12 +7,18 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
+import torch
+
 _here = threading.local()
 _ABSENT: Any = object()
 
 
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def captures_here() -> bool:
-    """Whether this thread is within a `SharedSettings.wanted`: what is changed for all may concern it alone."""
+    """Whether this thread is within a `SharedSettings.wanted`: what is changed for all may concern it alone.
+
+    Asked by code that is captured, it says whether this package captures it.
+    """
     return getattr(_here, "depth", 0) > 0
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
 from ..capture.hook_guards import hooks_of_all_modules
+from ..capture.shared_setting import captures_here
 from ..module_state.nesting import extents_of
 from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
@@ -360,9 +361,10 @@ class Rewriting:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a rewritten module.
 
-    Code that is exported around it sees the plain one, code that is compiled around it is interrupted by it.
+    Code that is exported around it, or captured to be planned, sees the plain one; code that users compile around it is
+    interrupted by it.
     """
-    if is_captured():
+    if is_captured() or captures_here():
         return type(self).forward(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_apart(self, args, kwargs)

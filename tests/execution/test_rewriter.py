@@ -264,6 +264,34 @@ def test_a_graph_that_fits_a_small_input_as_it_is_is_planned_once_it_gets_a_larg
     assert len(programs_in(module)) == 2
 
 
+class WithALateLayer(nn.Module):
+    """Its forward begins to call what was rewritten by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.late, self.calls = network(), network(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(x)
+        return self.late(h) if self.calls else h
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+def test_a_graph_that_begins_to_call_a_rewritten_module_holds_what_that_computes() -> None:
+    plain = WithALateLayer()
+    ours = copy.deepcopy(plain)
+    for module in (ours, ours.late):
+        assert rematerialize(module, X, memory_budget="60%", planner="periodic").num_recomputed
+    assert len(programs_in(ours)) == 2
+    assert_equal_traces(traces(plain, [X, X + 1]), traces(ours, [X, X + 1]))
+    plain.calls = ours.calls = True
+    expected = traces(plain, [X, X + 1])
+    with pytest.warns(UserWarning, match="WithALateLayer does something new and may need more"):  # twice as many layers
+        assert_equal_traces(expected, traces(ours, [X, X + 1]))
+    assert len(programs_in(ours)) == 3
+
+
 class Doubling(nn.Sequential):
     """What a module may be made after it was planned."""
 
