@@ -169,6 +169,10 @@ class SingleRuns:
             if self._last_reader.get(node, -1) <= n and node not in pending:
                 del self._values[node]
 
+    def read_before(self, some: range, inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Of the values that operations have read, those that none of them made."""
+        return {i: value for i, value in inputs.items() if self.traced.producer.get(i, -1) not in some}
+
     def is_read_after(self, node: fx.Node, n: int) -> bool:
         """Whether what follows operation n reads a value, as what is returned is read."""
         return self._last_reader.get(node, -1) > n or self.traced.output_node in node.users

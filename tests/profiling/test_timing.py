@@ -202,6 +202,56 @@ def test_forwards_that_hold_little_are_timed_as_they_follow_one_another(
     assert [1e6 * n.forward_seconds for n in graph.nodes] == pytest.approx(expected)
 
 
+@torch.library.custom_op("remat_tests::trained", mutates_args=())
+def trained(x: Tensor) -> Tensor:
+    """Takes three microseconds where values have been put away since the last backward, and one right after that."""
+    CLOCKS[-1].now += 1e-6 if CLOCKS[-1].calls else 3e-6
+    return x * 2
+
+
+@trained.register_fake
+def not_trained(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def trained_backward(_ctx: object, gradient: Tensor) -> Tensor:
+    CLOCKS[-1].calls = 1
+    return gradient * 2
+
+
+trained.register_autograd(trained_backward)
+
+
+class Trained(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return trained(x)
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (nn.Identity(), [1.0] * 4),
+        (nn.Dropout(), [1.0, 1.0, 0.0, 3.0, 3.0]),  # what draws is put away by itself
+        (nn.BatchNorm1d(3), [3.0, 3.0, 0.0, 3.0, 3.0]),  # its buffers would be written once more
+    ],
+)
+def test_what_follows_one_another_is_timed_as_in_a_second_step(
+    between: nn.Module, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, keep = Clock(range(0)), SingleRuns.keep
+
+    def put_away(*args: Any) -> None:
+        clock.calls = 0
+        keep(*args)
+
+    CLOCKS.append(clock)
+    monkeypatch.setattr(SingleRuns, "keep", put_away)
+    monkeypatch.setattr("lightning_remat.measure.stopwatch.time", SimpleNamespace(perf_counter=clock))
+    x = torch.randn(4, 3, requires_grad=True)
+    graph = profile(trace(nn.Sequential(Trained(), Trained(), between, Trained(), Trained()), x), x)
+    assert [1e6 * n.forward_seconds for n in graph.nodes] == pytest.approx(expected)
+
+
 @torch.library.custom_op("remat_tests::recorded", mutates_args=())
 def recorded(x: Tensor) -> Tensor:
     CLOCKS[-1].now += 2e-6
