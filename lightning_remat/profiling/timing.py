@@ -34,8 +34,8 @@ class Timing:
     Forwards and backwards have passes of their own: after one another they find the processor's caches cold. One alone
     finds them colder than in a step, too, which tells where kernels are short: those that follow one another are timed
     together as well, where they hold little memory, as in a second step after a first, and what each took alone is
-    scaled to that. What autograd takes to record counts there, too: forwards without have passes of their own. What draws random numbers is asked at each call
-    where from, which a step does not do: of its seconds that is taken off.
+    scaled to that. What autograd takes to record counts there, too: forwards without have passes of their own. What
+    draws random numbers is asked at each call where from, which a step does not do: of its seconds that is taken off.
 
     Args:
         runs: Of the operations.
