@@ -164,14 +164,22 @@ def programs_of(calls: Iterable[Call], plans: Mapping[str, Plan]) -> dict[str, P
     """Region → its program, of plans that were made earlier; none of a size at which the step does not call it.
 
     Raises:
-        MismatchError: A plan is for something else than what the step does.
+        MismatchError: A plan is for something else than what the step does, or for what cannot be captured any more.
     """
     first = {call.name: call for call in reversed(list(calls))}
     missing = [name for name in plans if at_first_size(name) not in first]
     if missing:
         raise MismatchError(f"the plan is for {missing}, which the step does not call: it calls {list(first)}")
     known: dict[Hashable, TracedModule] = {}
-    return {name: checked_program(first[name].ways(known), plan) for name, plan in plans.items() if name in first}
+    programs: dict[str, Program] = {}
+    for name, plan in plans.items():
+        if name not in first:
+            continue
+        try:
+            programs[name] = checked_program(first[name].ways(known), plan)
+        except TraceError as error:
+            raise MismatchError(f"the plan is for what is not captured any more: {error}") from error
+    return programs
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from remat_runs import Classifier, network, run, seeded
+from torch import nn
 
 from lightning_remat import Rematerialization
 from lightning_remat.batch_search.settings import Settings
@@ -171,6 +172,25 @@ def test_a_stored_plan_for_other_inputs_is_made_anew(tmp_path: Path) -> None:
     assert second.result is not None
     assert second.result.num_steps
     assert second.result.batch_size == first.result.batch_size
+
+
+@pytest.mark.slow
+def test_a_stored_plan_for_what_is_no_single_graph_any_more_is_made_anew(tmp_path: Path) -> None:
+    def blocks() -> Classifier:
+        layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Sigmoid()) for _ in range(6)]
+        return seeded(net=nn.Sequential(nn.Conv2d(3, 8, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+
+    path = tmp_path / "plan.json"
+    first, second = (remat(plan_path=path, memory_budget="85%", batch_size="keep") for _ in range(2))
+    run(tmp_path, blocks(), first, max_steps=1)
+    assert first.result is not None
+    module = blocks()
+    module.net[1][1].momentum = None  # as while weights are averaged: it reads the number of batches
+    with pytest.warns(UserWarning, match="plans anew: the plan is for what is not captured any more: .* as one graph"):
+        run(tmp_path, module, second, max_steps=1)
+    assert second.result is not None
+    assert second.result.step.keys != first.result.step.keys
+    assert second.result.step.num_recomputed
 
 
 @pytest.mark.slow
