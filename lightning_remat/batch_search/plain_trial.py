@@ -25,6 +25,7 @@ from ..measure.out_of_memory import is_out_of_memory
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.batches import tensors_held
+from ..module_state.own_exchanges import exchanging_alone
 from ..module_state.preserve import preserved
 from ..module_state.sharding import has_units, settle, settled
 from ..plans.step_memory import Surroundings
@@ -173,7 +174,7 @@ class PlainTrial:
 
         @contextmanager
         def prepared() -> Generator[None]:
-            with self.undone(), self.precision():
+            with self.undone(), exchanging_alone(self.module), self.precision():
                 self.batch_of(batch_size)  # before the calls are watched
                 yield
 
@@ -215,7 +216,7 @@ class PlainTrial:
 
     def _measured(self, batch_size: int, with_scratch: bool) -> int:
         peak_bytes = 0
-        with self.undone(), unsynchronized(), ExitStack() as stack:
+        with self.undone(), unsynchronized(), exchanging_alone(self.module), ExitStack() as stack:
             if self.within is not None:
                 held = storage_bytes(held_tensors(self.module, self.optimizers, self.batch_of(batch_size)))
                 stack.enter_context(enforced(self.device, self.within, held))

@@ -34,6 +34,7 @@ from . import (
     as_written,
     cached_functions,
     compiled_by_users,
+    exchanges_left,
     first_calls,
     float_arithmetic,
     generators_left,
@@ -279,6 +280,7 @@ _WHILE_CAPTURING = SharedSettings(
     *in_pythons_order.CHANGES,
     *hook_guards.CHANGES,
     *synchronized_norms.CHANGES,
+    *exchanges_left.CHANGES,
     *first_calls.CHANGES,
 )
 

@@ -25,6 +25,7 @@ from ..measure.tensor_bytes import storage_bytes
 from ..module_state.batches import detached, record_values, tensors_held
 from ..module_state.nesting import tensors_in
 from ..module_state.own_draws import OwnDraws
+from ..module_state.own_exchanges import exchanging_alone
 from ..module_state.preserve import record
 from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
@@ -57,7 +58,7 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
     mode = fake.fake_mode if fake is not None else OwnDraws() if has_own_draws else nullcontext()
     with preserved_random(with_torch=not has_own_draws) if fake is None else nullcontext():  # fake draws are none
         try:
-            with settled(module), unsynchronized(), torch.enable_grad(), mode:
+            with settled(module), unsynchronized(), exchanging_alone(module), torch.enable_grad(), mode:
                 yield
         finally:
             put_back()

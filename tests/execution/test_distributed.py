@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from exchanging_modules import EXCHANGES
 from script_runs import ENVIRONMENT, FOLDER
 
 NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "synchronized", "sharded_later", "ddp"]
+NAMES += [f"exchange ({name})" for name in EXCHANGES]
 
 
 @pytest.fixture(scope="module")

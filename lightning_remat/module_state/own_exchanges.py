@@ -1,0 +1,101 @@
+"""Steps that a process tries by itself exchange nothing: others may try fewer, or none, and would wait or take part."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .agreement import is_shared
+from .nesting import tensors_in
+
+# Of c10d only its Python half is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+EXCHANGING = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of operations that exchange between the processes of a group."""
+
+
+@contextmanager
+def exchanging_alone(module: nn.Module) -> Generator[None]:
+    """What runs inside exchanges with no other process, and must be undone.
+
+    Each stands for all of a group: what is summed is its own alone, what is gathered its own, several times. Those that
+    hold parts of the module are still asked for them: they run the same steps.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or is_shared(module):
+        yield
+        return
+    with _Alone():
+        yield
+
+
+class _Alone(TorchDispatchMode):
+    """Hands operations that exchange a group of the same size which PyTorch has for tests, and which does nothing."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """TorchDynamo may choose a graph inside: its operations exchange when they run."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: dict[str, Any] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        """As before."""
+        super().__exit__(*error)
+        for name in self._groups:
+            _c10d()._unregister_process_group(_alone(name))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation; one that exchanges does so in a group of its own."""
+        del types
+        named = dict(kwargs or {})
+        if func.namespace not in EXCHANGING:
+            return func(*args, **named)
+        given = list(args)
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.name in {"process_group", "group_name"}:
+                holder, key = (given, at) if at < len(given) else (named, argument.name)
+                cast(Any, holder)[key] = self._stand_in(cast(Any, holder)[key])
+            elif at < len(given) and (argument.name.startswith("output") or func.__name__.startswith("recv")):
+                for tensor in tensors_in(given[at]):  # two steps are to find the same there where nothing is sent
+                    tensor.detach().zero_()
+        return func(*given, **named)
+
+    def _stand_in(self, group: Any) -> Any:
+        if isinstance(group, str):
+            self._group(_c10d()._resolve_process_group(group))
+            return _alone(group)
+        return self._group(_c10d().ProcessGroup.unbox(group)).boxed()
+
+    def _group(self, group: Any) -> Any:
+        name = group.group_name
+        if name not in self._groups:
+            rank, size = group.rank(), group.size()
+            made = _c10d().ProcessGroup(_c10d().HashStore(), rank, size)
+            kind = _c10d().ProcessGroup.BackendType.CUSTOM
+            backend = _c10d().FakeProcessGroup._create_internal(rank, size)
+            for device in group._device_types:
+                made._register_backend(device, kind, backend)
+            made._set_default_backend(kind)
+            _c10d()._register_process_group(_alone(name), made)
+            self._groups[name] = made
+        return self._groups[name]
+
+
+def _alone(name: str) -> str:
+    return f"{name} alone"
+
+
+def _c10d() -> Any:
+    return cast(Any, torch)._C._distributed_c10d
