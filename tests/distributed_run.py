@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchanging_modules import EXCHANGES, train_as_without
+from exchanging_modules import EXCHANGES, search_within_ddp, train_as_without
 from forked_ranks import run_ranks
 from rewriting import rewrite
 from sharded_nets import counted
@@ -168,6 +168,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "synchronized": synchronized,
     "sharded_later": sharded_later,
     "ddp": ddp_itself_is_refused,
+    "search (DDP)": search_within_ddp,
     **{f"exchange ({name})": partial(train_as_without, exchange) for name, exchange in EXCHANGES.items()},
 }
 

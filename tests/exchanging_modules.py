@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import find_batch_size, rematerialize
 
@@ -131,9 +132,34 @@ def train_as_without(exchange: Callable[[Tensor], Tensor]) -> None:
             memory_budget="90%", batch_size="keep",
         )  # fmt: skip
         assert found.step.num_recomputed
+    assert_same_gradients(batches, plain, planned, searched)
+
+
+def search_within_ddp() -> None:
+    """All processes search, and may try other numbers of steps: what DDP sums stays here meanwhile."""
+    torch.manual_seed(1)
+    plain = Exchanging(torch.sin)
+    ours = copy.deepcopy(plain)
+    torch.manual_seed(2 + dist.get_rank())
+    batches = [torch.randn(64, WIDTH) for _ in range(3)]
+    inside, outside = DistributedDataParallel(ours), DistributedDataParallel(plain)
+    found = find_batch_size(
+        ours, batches[0], lambda x: inside(x).square().mean(), torch.optim.SGD(ours.parameters(), 0.1),
+        memory_budget="80%" if dist.get_rank() else "90%", batch_size="keep",
+    )  # fmt: skip
+    assert found.step.num_recomputed
+    for batch in batches:
+        outcomes = []
+        for ddp in (inside, outside):
+            ddp.zero_grad()
+            ddp(batch).square().mean().backward()
+            outcomes.append([p.grad for p in ddp.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def assert_same_gradients(batches: list[Tensor], *modules: nn.Module) -> None:
     expected, *others = [
-        [torch.autograd.grad(m(x).square().mean(), [*m.parameters()]) for x in batches]
-        for m in (plain, planned, searched)
+        [torch.autograd.grad(m(x).square().mean(), [*m.parameters()]) for x in batches] for m in modules
     ]
     for gradients in others:
         assert all(torch.equal(a, b) for a, b in zip(sum(gradients, ()), sum(expected, ()), strict=True))

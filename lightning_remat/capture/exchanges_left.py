@@ -36,7 +36,7 @@ def _exchanges(variable: Any) -> str | None:
         return variable.get_function().__qualname__
     if isinstance(variable, UserFunctionVariable):
         function = variable.get_function()
-        return function.__qualname__ if function.__module__ == _MODULE else None
+        return function.__qualname__ if getattr(function, "__module__", None) == _MODULE else None
     called = variable.value
     packet = called.overloadpacket if isinstance(called, OpOverload) else called
     if isinstance(packet, OpOverloadPacket) and packet._qualified_op_name.partition("::")[0] in _NAMESPACES:
