@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchanging_modules import EXCHANGES, search_within_ddp, train_as_without
+from exchanging_modules import EXCHANGES, search_within_ddp, train_as_without, try_in_threads
 from forked_ranks import run_ranks
 from rewriting import rewrite
 from sharded_nets import counted
@@ -169,6 +169,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "sharded_later": sharded_later,
     "ddp": ddp_itself_is_refused,
     "search (DDP)": search_within_ddp,
+    "threads": try_in_threads,
     **{f"exchange ({name})": partial(train_as_without, exchange) for name, exchange in EXCHANGES.items()},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import find_batch_size, rematerialize
+from lightning_remat.module_state.own_exchanges import exchanging_alone
 
 WIDTH = 32
 
@@ -155,6 +157,28 @@ def search_within_ddp() -> None:
             ddp(batch).square().mean().backward()
             outcomes.append([p.grad for p in ddp.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def try_in_threads() -> None:
+    """Two threads of one process try at once, one within another try: each exchanges by itself."""
+    module, both, found = nn.Linear(1, 1), threading.Barrier(2), list[float]()
+
+    def tries() -> None:
+        with exchanging_alone(module):
+            both.wait()
+            found.append(functional.all_reduce(torch.ones(()), "sum", dist.group.WORLD).item())
+            both.wait()
+            with exchanging_alone(module):
+                found.append(functional.all_reduce(torch.ones(()), "sum", dist.group.WORLD).item())
+            both.wait()
+
+    if dist.get_rank() == 0:
+        threads = [threading.Thread(target=tries) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [1.0] * 4
 
 
 def assert_same_gradients(batches: list[Tensor], *modules: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -20,6 +21,9 @@ from .nesting import tensors_in
 
 EXCHANGING = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of operations that exchange between the processes of a group."""
+
+_numbers = itertools.count(1)
+"""By which PyTorch tells apart the groups of several threads, and of one that tries within another."""
 
 
 @contextmanager
@@ -46,13 +50,14 @@ class _Alone(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}  # by the names of those that they stand for
+        self._names: dict[str, str] = {}  # of those whose operations ask for their group by its name
 
     def __exit__(self, *error: Any) -> None:
         """As before."""
         super().__exit__(*error)
-        for name in self._groups:
-            _c10d()._unregister_process_group(_alone(name))
+        for name in self._names.values():
+            _c10d()._unregister_process_group(name)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -75,24 +80,23 @@ class _Alone(TorchDispatchMode):
         return func(*given, **named)
 
     def _stand_in(self, group: Any) -> Any:
-        if isinstance(group, str):
-            self._group(_c10d()._resolve_process_group(group))
-            return _alone(group)
-        return self._group(_c10d().ProcessGroup.unbox(group)).boxed()
+        if not isinstance(group, str):
+            return self._group(_c10d().ProcessGroup.unbox(group)).boxed()
+        if group not in self._names:
+            name = f"alone {next(_numbers)}"
+            _c10d()._register_process_group(name, self._group(_c10d()._resolve_process_group(group)))
+            self._names[group] = name
+        return self._names[group]
 
     def _group(self, group: Any) -> Any:
-        name = group.group_name
-        if name not in self._groups:
-            rank, size = group.rank(), group.size()
-            made = _c10d().ProcessGroup(_c10d().HashStore(), rank, size)
-            kind = _c10d().ProcessGroup.BackendType.CUSTOM
+        if group.group_name not in self._groups:
+            rank, size, kind = group.rank(), group.size(), _c10d().ProcessGroup.BackendType.CUSTOM
+            made = self._groups[group.group_name] = _c10d().ProcessGroup(_c10d().HashStore(), rank, size)
             backend = _c10d().FakeProcessGroup._create_internal(rank, size)
             for device in group._device_types:
                 made._register_backend(device, kind, backend)
             made._set_default_backend(kind)
-            _c10d()._register_process_group(_alone(name), made)
-            self._groups[name] = made
-        return self._groups[name]
+        return self._groups[group.group_name]
 
 
 def _ended(tensors: Sequence[Tensor]) -> Any:
@@ -100,10 +104,6 @@ def _ended(tensors: Sequence[Tensor]) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(list(tensors))
     return _c10d()._create_work_from_future(future).boxed()
-
-
-def _alone(name: str) -> str:
-    return f"{name} alone"
 
 
 def _c10d() -> Any:

@@ -10,7 +10,7 @@ from exchanging_modules import EXCHANGES
 from script_runs import ENVIRONMENT, FOLDER
 
 NAMES = ["plain", "no_sync", "unused", "sync_batch_norm", "synchronized", "sharded_later", "ddp", "search (DDP)"]
-NAMES += [f"exchange ({name})" for name in EXCHANGES]
+NAMES += ["threads", *(f"exchange ({name})" for name in EXCHANGES)]
 
 
 @pytest.fixture(scope="module")
