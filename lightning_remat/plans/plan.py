@@ -16,7 +16,7 @@ from ..schedules.simulator import Simulation, simulate
 from ..schedules.stored import reading
 from .step_memory import RegionCost, Surroundings, Timeline, forward_length, step_timeline
 
-_STORED = ("planner", "budget_bytes", "planning_seconds", "rung", "reasons", "correction_bytes")
+_STORED = ("planner", "budget_bytes", "planning_seconds", "rung", "reasons", "correction_bytes", "beside_seconds")
 """Of a plan, what is stored as it is."""
 
 
@@ -39,6 +39,8 @@ class Plan:
             schedule are then theirs one after another, and peak and timeline those of the whole module's step.
         correction_bytes: What the executed step needed beyond what the schedule costs on the graph, which `simulation`
             counts in every moment; may be negative.
+        beside_seconds: What a plain step was measured to take beside the graph's operations, which `simulation` and
+            `plain` count: calls of modules, what lies between parts. 0 where operations are long, or none was timed.
     """
 
     planner: str
@@ -52,6 +54,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     step: StepPlan | None = None
     correction_bytes: int = 0
+    beside_seconds: float = 0.0
 
     def __repr__(self) -> str:
         """In one line; graph and schedule of a large network would fill pages."""
@@ -71,12 +74,13 @@ class Plan:
         """The predicted peak."""
         return self.simulation.peak_bytes
 
-    def corrected(self, excess_bytes: int) -> Plan:
-        """The same plan, its prediction corrected by what an executed step needed beyond it."""
+    def corrected(self, excess_bytes: int, beside_seconds: float = 0.0) -> Plan:
+        """The same plan, its prediction corrected by what executed steps needed beyond it."""
         return replace(
             self,
-            simulation=self.simulation.corrected(excess_bytes),
+            simulation=self.simulation.corrected(excess_bytes, beside_seconds),
             correction_bytes=self.correction_bytes + excess_bytes,
+            beside_seconds=self.beside_seconds + beside_seconds,
         )
 
     @property
@@ -119,7 +123,8 @@ class Plan:
         schedule = Schedule.parse(data["schedule"])
         correction = data.get("correction_bytes", 0)
         made = replayed(graph, data["budget_bytes"] - correction, data["planner"], schedule, data["planning_seconds"])
-        made = replace(made, budget_bytes=data["budget_bytes"]).corrected(correction)
+        beside = data.get("beside_seconds", 0.0)
+        made = replace(made, budget_bytes=data["budget_bytes"]).corrected(correction, beside)
         if "plain" in data:  # of the module as it was, which may have run in place what the plan does not
             plain: dict[str, Any] = data["plain"]
             figures: dict[str, Any] = {
@@ -161,6 +166,7 @@ class StepPlan:
             activations as operations of their own).
         plain_correction_bytes: What the plain step was measured to need beyond its prediction; None if it was not run,
             and what the planned step needed stands for it.
+        beside_seconds: See `Plan`.
     """
 
     budget_bytes: int
@@ -169,6 +175,7 @@ class StepPlan:
     surroundings: Surroundings
     plain_graphs: dict[str, Graph] = field(default_factory=dict[str, Graph])
     plain_correction_bytes: int | None = None
+    beside_seconds: float = 0.0
 
     @property
     def graphs(self) -> dict[str, Graph]:
@@ -211,17 +218,17 @@ class StepPlan:
 
     @property
     def plain_seconds(self) -> float:
-        """Forward and backward of the regions without recomputation, and the gathers that would be planned."""
+        """Forward and backward without recomputation, and the gathers that would be planned."""
         gathering = self.surroundings.gathering
         gathers = 0.0 if gathering is None else gathering.plain.seconds
-        return gathers + sum(self.plans[k].plain.seconds for k in self.keys)
+        return self.beside_seconds + gathers + sum(self.plans[k].plain.seconds for k in self.keys)
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of the regions by the plan, and the second gathers where these are planned."""
+        """Forward and backward by the plan, and the second gathers where these are planned."""
         gathering = self.surroundings.gathering
         gathers = 0.0 if gathering is None else gathering.seconds
-        return gathers + sum(self.plans[k].simulation.seconds for k in self.keys)
+        return self.beside_seconds + gathers + sum(self.plans[k].simulation.seconds for k in self.keys)
 
     @property
     def recompute_overhead(self) -> float:
@@ -247,7 +254,8 @@ class StepPlan:
         simulation = _simulation(self.timeline, self.seconds, self.recompute_seconds)
         plain = _simulation(self.plain_timeline, self.plain_seconds, 0.0)
         graph, schedule = joined([(k, self.plans[k]) for k in self.keys], self.surroundings)
-        return Plan(planner, self.budget_bytes, schedule, simulation, graph, plain, planning_seconds, step=self)
+        made = Plan(planner, self.budget_bytes, schedule, simulation, graph, plain, planning_seconds, step=self)
+        return replace(made, beside_seconds=self.beside_seconds)
 
     def to_json(self) -> str:
         """The step as JSON text; `from_json` reads it and replays the schedules."""
@@ -258,6 +266,7 @@ class StepPlan:
             "plans": {name: json.loads(plan.to_json()) for name, plan in self.plans.items()},
             "plain_graphs": {name: json.loads(graph.to_json()) for name, graph in self.plain_graphs.items()},
             "plain_correction_bytes": self.plain_correction_bytes,
+            "beside_seconds": self.beside_seconds,
         }
         return json.dumps(data)
 
@@ -278,8 +287,8 @@ class StepPlan:
         graphs: dict[str, Any] = data.get("plain_graphs", {})
         plain = {name: Graph.from_json(json.dumps(graph)) for name, graph in graphs.items()}
         around = Surroundings.from_dict(data["surroundings"])
-        correction = data.get("plain_correction_bytes")
-        return cls(data["budget_bytes"], tuple(data["keys"]), plans, around, plain, correction)
+        measured = data.get("plain_correction_bytes"), data.get("beside_seconds", 0.0)
+        return cls(data["budget_bytes"], tuple(data["keys"]), plans, around, plain, *measured)
 
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:

@@ -25,7 +25,8 @@ _TIMING_SECONDS = 10.0  # after which no further pass over the operations begins
 TOGETHER_BYTES = 2**24
 """What the operations may hold whose backwards are timed together: little, where there is no memory to spare."""
 
-_SHORT_SECONDS = 1e-3  # of forward and backward, which the state of the caches changes
+SHORT_SECONDS = 1e-3
+"""Of forward and backward of an operation, which the state of the caches changes."""
 
 
 class Timing:
@@ -92,7 +93,7 @@ class Timing:
             with torch.no_grad():
                 unrecorded = [min(known, self._run(n)) for n, known in enumerate(unrecorded)]
         recording = [
-            max(0.0, 1 - u / f) if 0 < f <= _SHORT_SECONDS else 0.0 for f, u in zip(forward, unrecorded, strict=True)
+            max(0.0, 1 - u / f) if 0 < f <= SHORT_SECONDS else 0.0 for f, u in zip(forward, unrecorded, strict=True)
         ]
         asking = statistics.median(self.asking) if self.asking else 0.0
         forward = [max(0.0, f - asking * calls) for f, calls in zip(forward, self.num_calls, strict=True)]
@@ -153,7 +154,7 @@ class Timing:
 
     def _windows(self, seconds: Iterable[float]) -> Iterator[range]:
         """The operations, those in one range that are short and hold little together."""
-        alone = self.changed.union(n for n, taken in enumerate(seconds) if taken > _SHORT_SECONDS)
+        alone = self.changed.union(n for n, taken in enumerate(seconds) if taken > SHORT_SECONDS)
         start, held = 0, 0
         for n, node in enumerate(self.nodes):
             own = node.output_bytes + node.tape_bytes + node.parameter_bytes + node.input_gradient_bytes

@@ -62,7 +62,9 @@ def rematerialize(
     the outputs' gradients and everything between. What a loss outside holds besides, the logarithms of a softmax, say,
     and an optimizer's state are not known here: a module that returns its loss is planned with that. The plain step,
     where it fits, and the planned one are run once, and undone, so that both peaks are measured ones; on fake tensors,
-    and of a module in eval mode, they are predictions.
+    and of a module in eval mode, they are predictions. Where operations are short, three plain steps are timed, too:
+    calls of modules count in the step that recomputation is told a fraction of (not of a module that is captured as a
+    whole and draws random numbers, as other threads may meanwhile).
     `eval()` and `no_grad()` use the original forward. A plan that recomputes nothing leaves the plain forward in place.
     A second call replaces the plan. Where the budget cannot be met otherwise, in-place activations run out of place,
     which lets their inputs go earlier in the backward.

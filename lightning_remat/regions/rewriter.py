@@ -15,6 +15,7 @@ from ..errors import InfeasibleBudgetError, TraceError
 from ..execution.assembly import checked_program
 from ..execution.modified import retried
 from ..execution.rewriter import install_regions, restore
+from ..lowering import keep_everything
 from ..measure.bandwidth import Bandwidth, bandwidth_of
 from ..module_state.agreement import all_ranks, first_rank, together
 from ..module_state.batches import as_new, tensors_held
@@ -27,6 +28,7 @@ from ..plans.step_memory import Surroundings
 from ..plans.step_planner import plan_step
 from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
+from ..schedules.simulator import simulate
 from .calls import View
 from .chosen_modules import submodules
 from .fit import check_fit
@@ -34,7 +36,7 @@ from .footprint import outside_bytes
 from .gathering import gathering_of, reshard_as_planned, units_in
 from .look_through import look_through
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
-from .step_run import WORTH_ANOTHER, infeasible_as_run, plain_step_peak, step_peak, untouched
+from .step_run import WORTH_ANOTHER, beside_operations, infeasible_as_run, plain_step_peak, step_peak, untouched
 
 _MOST_STEPS = 4
 """Planned steps that are run at most to learn what the code between the regions needs."""
@@ -109,7 +111,7 @@ def rewrite_regions(
     around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering, order=view.order)
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     if not is_sharded:
-        parts = replace(parts, plain_correction_bytes=parts.measured_plain_correction(around))
+        parts = parts.measured(around)
         around = around.corrected(parts.plain_correction_bytes or 0)
     try:
         return _fitted(parts, around, budget_of, planner)
@@ -144,7 +146,7 @@ class _Parts:
     """A module taken apart, with the arguments of a step.
 
     What may run apart are operations and graphs of parts that overwrite in activations, with these as operations of
-    their own. For the plain correction see `StepPlan`, for what is left `Regions`.
+    their own. For what was measured of plain steps see `StepPlan`, for what is left `Regions`.
     """
 
     module: nn.Module
@@ -157,6 +159,7 @@ class _Parts:
     units: tuple[nn.Module, ...]
     apart: dict[str, tuple[TracedModule, Graph]] = field(default_factory=dict[str, tuple[TracedModule, Graph]])
     plain_correction_bytes: int | None = None
+    beside_seconds: float = 0.0
     left: frozenset[CapturedGraph] = frozenset()
 
     def with_apart(self, look: Callable[[Sequence[Any] | None], View]) -> _Parts:
@@ -169,17 +172,23 @@ class _Parts:
             around = replace(around, correction_bytes=self.plain_correction_bytes)
         return plain_timeline(self.keys, self.graphs, around).peak_bytes
 
-    def measured_plain_correction(self, around: Surroundings) -> int | None:
-        """What the step of the module, not rewritten yet, needs beyond its prediction; None where it does not fit."""
+    def measured(self, around: Surroundings) -> _Parts:
+        """The same, knowing what steps of the module, not rewritten yet, need beyond predictions, if they fit."""
         predicted = self.plain_peak(around)
-        measured = plain_step_peak(self.module, self.args, self.kwargs, predicted)
-        return None if measured is None else measured - predicted
+        peak = plain_step_peak(self.module, self.args, self.kwargs, predicted)
+        if peak is None:
+            return self
+        graphs = [self.graphs[key] for key in self.keys]
+        seconds = sum(simulate(graph, keep_everything(graph)).seconds for graph in graphs)
+        count = sum(len(graph.nodes) for graph in graphs)
+        beside = beside_operations(self.module, self.args, self.kwargs, seconds, count)
+        return replace(self, plain_correction_bytes=peak - predicted, beside_seconds=beside)
 
     def plan(self, budget_bytes: int, planner: str | Callable[..., Schedule], around: Surroundings) -> StepPlan:
         """A plan for each part, such that the whole step stays within the budget."""
         apart = {name: graph for name, (_, graph) in self.apart.items()}
         step = plan_step(self.keys, self.graphs, budget_bytes, planner, around, apart=apart)
-        return replace(step, plain_correction_bytes=self.plain_correction_bytes)
+        return replace(step, plain_correction_bytes=self.plain_correction_bytes, beside_seconds=self.beside_seconds)
 
     def install(self, step: StepPlan, plan: Plan, planner: str | Callable[..., Schedule]) -> None:
         ways = {name: [traced, *self.apart.get(name, ())[:1]] for name, traced in self.traced.items()}

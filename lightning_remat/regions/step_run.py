@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..execution.rewriter import num_profiled, programs_in
 from ..measure.device_memory import device_memory
 from ..measure.meter import measure_growth
 from ..measure.out_of_memory import is_out_of_memory
+from ..measure.stopwatch import Stopwatch
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.batches import detached, record_values, tensors_held
 from ..module_state.nesting import tensors_in
@@ -31,6 +32,7 @@ from ..module_state.random_state import preserved_random
 from ..module_state.sharding import has_units, settle, settled
 from ..operations.saved_tensors import nodes_below
 from ..profiling.accumulation import copied_as_accumulated
+from ..profiling.timing import SHORT_SECONDS
 from .self_check import Outcome, fingerprint
 
 logger = logging.getLogger("lightning_remat")
@@ -38,16 +40,22 @@ logger = logging.getLogger("lightning_remat")
 WORTH_ANOTHER = 0.01
 """Room that a tried step leaves in the budget, as a fraction of its peak, that is worth another plan."""
 
+Draws = Literal["put back", "own", "none"]
+"""What happens to the states of torch's generators."""
+
+_TIMED_STEPS = 3
+"""Of which the fastest counts."""
+
 
 @contextmanager
-def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> Generator[None]:
+def untouched(module: nn.Module, *inputs: Any, draws: Draws = "put back") -> Generator[None]:
     """What the block does to parameters, buffers, attributes, gradients, inputs and random states is undone.
 
     Args:
         module: What the block calls.
         *inputs: What it is called with; where these are fake tensors, the block runs in their mode.
-        has_own_draws: Whether torch draws from generators of the block's own instead, so that no state that other
-            threads share is put back.
+        draws: What happens to the states of torch's generators, which other threads share: `"put back"`; `"own"` has
+            the block draw from generators of its own, `"none"` says that it draws from none.
     """
     fake = next((t for t in tensors_held(inputs) if isinstance(t, FakeTensor)), None)
     settle(module)  # before it is recorded
@@ -55,8 +63,8 @@ def untouched(module: nn.Module, *inputs: Any, has_own_draws: bool = False) -> G
     if has_units(module):  # whose gradients come from whole backwards, which would add to those that are there
         for parameter in module.parameters():
             parameter.grad = None
-    mode = fake.fake_mode if fake is not None else OwnDraws() if has_own_draws else nullcontext()
-    with preserved_random(with_torch=not has_own_draws) if fake is None else nullcontext():  # fake draws are none
+    mode = fake.fake_mode if fake is not None else OwnDraws() if draws == "own" else nullcontext()
+    with preserved_random(with_torch=draws == "put back") if fake is None else nullcontext():  # fake draws are none
         try:
             with settled(module), unsynchronized(), exchanging_alone(module), torch.enable_grad(), mode:
                 yield
@@ -102,7 +110,7 @@ def run_backward(
     loss = _Loss.apply(gradient_of, loss_shape, *outputs)
     outputs.clear()
     seed = torch.ones_like(loss)
-    if not is_sharded and not _refuses_grad(loss):
+    if not is_sharded and not _refuses_grad([loss]):
         wanted = [t for t in targets if t.requires_grad]  # the forward may have frozen others
         with copied_as_accumulated(wanted):
             gradients = iter(torch.autograd.grad(loss, wanted, seed, allow_unused=True))
@@ -114,9 +122,9 @@ def run_backward(
     return tuple(t.grad for t in targets)
 
 
-def _refuses_grad(loss: Tensor) -> bool:
+def _refuses_grad(roots: Iterable[Tensor]) -> bool:
     """Whether a backward below asks PyTorch if it may differentiate by itself: not when called by `autograd.grad`."""
-    for node in nodes_below([loss]):
+    for node in nodes_below(roots):
         kind: Any = getattr(node, "_forward_cls", None)
         code = getattr(getattr(kind, "backward", None), "__code__", None)
         if code is not None and "_is_checkpoint_valid" in code.co_names:
@@ -195,7 +203,7 @@ def _peak_of_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     device = HOST if is_fake else device_of((*inputs, *targets))
     alive = [*module.parameters(), *module.buffers(), *inputs]
     shape = (0,) if is_module_alone else ()
-    undone = untouched(module, inputs, has_own_draws=is_module_alone)
+    undone = untouched(module, inputs, draws="own" if is_module_alone else "put back")
     gathered = [module] if has_units(module) else []  # what its units gather is asked of the module
     with undone, measure_growth(device, include=[*alive, *gathered]) as growth:
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
@@ -237,6 +245,48 @@ def plain_step_peak(
         empty_cache(device)
         logger.info("%s: the plain peak is predicted, its step does not fit", type(module).__name__)
         return None
+
+
+def beside_operations(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    predicted_seconds: float,
+    num_operations: int,
+    *,
+    draws: Draws = "put back",
+) -> float:
+    """Seconds of a step of a module that is not rewritten beyond those of its operations, by the fastest of a few.
+
+    Calls of modules, and what lies between the regions of one, are no operation's. Long operations hide them.
+
+    Args:
+        module: What is run.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        predicted_seconds: Forward and backward of all operations.
+        num_operations: How many these are.
+        draws: See `untouched`.
+    """
+    if predicted_seconds > SHORT_SECONDS * num_operations:
+        return 0.0
+    args, kwargs = detached((args, kwargs))
+    inputs = tensors_held((args, kwargs))
+    targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
+    forward, backward = Stopwatch(device_of((*inputs, *targets))), Stopwatch(device_of((*inputs, *targets)))
+    found = math.inf
+    for _ in range(_TIMED_STEPS):
+        with untouched(module, inputs, draws=draws):
+            with forward:
+                outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
+            wanted = [t for t in targets if t.requires_grad]
+            if not (outputs and wanted) or _refuses_grad(outputs):
+                return 0.0
+            with backward:  # without what `run_backward` hooks to each target
+                torch.autograd.grad(outputs, wanted, [*map(torch.ones_like, outputs)], allow_unused=True)
+            del outputs
+        found = min(found, forward.seconds + backward.seconds)
+    return max(0.0, found - predicted_seconds)
 
 
 def infeasible_as_run(

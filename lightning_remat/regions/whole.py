@@ -26,7 +26,7 @@ from ..schedules.graph import Graph
 from ..schedules.schedule import Schedule
 from ..schedules.simulator import Simulation, simulate
 from .profiles import known_profile
-from .step_run import WORTH_ANOTHER, infeasible_as_run, plain_step_peak, step_peak
+from .step_run import WORTH_ANOTHER, beside_operations, infeasible_as_run, plain_step_peak, step_peak
 
 logger = logging.getLogger("lightning_remat")
 
@@ -59,8 +59,8 @@ def rewrite_whole(
         InfeasibleBudgetError: No plan fits, either way.
     """
     whole = _Whole(module, args, kwargs, planner).with_way(traced)
-    plain = whole.plain(whole.graphs[0])
-    budget_bytes = budget_of(plain.peak_bytes)
+    plain, beside_seconds = whole.plain()
+    whole, budget_bytes = replace(whole, beside_seconds=beside_seconds), budget_of(plain.peak_bytes)
     try:
         return whole.fitted(budget_bytes, plain)
     except InfeasibleBudgetError:
@@ -72,7 +72,10 @@ def rewrite_whole(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Whole:
-    """A module and the arguments of a step, with its operations and their profile in each way in which they may run."""
+    """A module and the arguments of a step, with its operations and their profile in each way in which they may run.
+
+    What it takes beside its operations see `Plan`.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -80,6 +83,7 @@ class _Whole:
     planner: str | Callable[..., Schedule]
     ways: tuple[TracedModule, ...] = ()
     graphs: tuple[Graph, ...] = ()
+    beside_seconds: float = 0.0
 
     @property
     def can_run(self) -> bool:
@@ -98,13 +102,19 @@ class _Whole:
         graph = known_profile(traced, leaves, {}, lambda: profile_arguments(traced, self.args, self.kwargs))
         return replace(self, ways=(*self.ways, traced), graphs=(*self.graphs, graph))
 
-    def plain(self, graph: Graph) -> Simulation:
-        """The step without a plan, run once where it can be."""
-        predicted = simulate(graph, keep_everything(graph), holds_outputs=False)
+    def plain(self) -> tuple[Simulation, float]:
+        """The step without a plan, run where it can be, and seconds of it beside its operations."""
+        predicted = simulate(self.graphs[0], keep_everything(self.graphs[0]), holds_outputs=False)
         if not self.can_run:
-            return predicted
+            return predicted, 0.0
         peak = plain_step_peak(self.module, self.args, self.kwargs, predicted.peak_bytes, is_module_alone=True)
-        return predicted if peak is None else predicted.corrected(peak - predicted.peak_bytes)
+        if peak is None:
+            return predicted, 0.0
+        beside = 0.0
+        if not any(operation.is_random for operation in self.ways[0].operations):  # to see what is drawn takes time
+            count = len(self.graphs[0].nodes)
+            beside = beside_operations(self.module, self.args, self.kwargs, predicted.seconds, count, draws="none")
+        return predicted.corrected(peak - predicted.peak_bytes, beside), beside
 
     def fitted(self, budget_bytes: int, plain: Simulation) -> Plan:
         """The plan by which the executed step stays within the budget, installed.
@@ -167,9 +177,9 @@ class _Whole:
             logger.info("%s: the peak is predicted, no step was run to measure it%s", name, rest)
             return replace(plan, plain=plain)
         if not is_installed:  # what runs is the plain step
-            made = plan.corrected(plain.peak_bytes - plan.peak_bytes)
+            made = plan.corrected(plain.peak_bytes - plan.peak_bytes, self.beside_seconds)
             return replace(made, plain=made.simulation)
         measured = retried(lambda: step_peak(self.module, self.args, self.kwargs, is_module_alone=True))
-        made = replace(plan.corrected(measured - plan.peak_bytes), plain=plain)
+        made = replace(plan.corrected(measured - plan.peak_bytes, self.beside_seconds), plain=plain)
         forced(self.module, program, made, self.planner)
         return made

@@ -21,7 +21,7 @@ class Simulation:
 
     Attributes:
         peak_bytes: The most memory alive at any moment: the maximum of `memory_bytes`.
-        seconds: Time of all forward runs and backwards.
+        seconds: Time of all forward runs and backwards; of a step that was timed, with what is no operation's.
         recompute_seconds: The part of it that goes into second and later runs of a node, their stretches and hooks.
         memory_bytes: The timeline: the most alive during each action.
         action_seconds: Time of each action; none for a discard.
@@ -38,10 +38,11 @@ class Simulation:
         """Position of the first action at which the peak is reached."""
         return self.memory_bytes.index(self.peak_bytes)
 
-    def corrected(self, excess_bytes: int) -> Simulation:
-        """The same with so many more bytes alive in every moment, as an executed step was measured to need."""
+    def corrected(self, excess_bytes: int, beside_seconds: float = 0.0) -> Simulation:
+        """The same as executed steps were measured: with so many more bytes alive in every moment, and more seconds."""
         memory = tuple(alive + excess_bytes for alive in self.memory_bytes)
-        return replace(self, peak_bytes=self.peak_bytes + excess_bytes, memory_bytes=memory)
+        peak, seconds = self.peak_bytes + excess_bytes, self.seconds + beside_seconds
+        return replace(self, peak_bytes=peak, seconds=seconds, memory_bytes=memory)
 
     @property
     def recompute_overhead(self) -> float:
