@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import HOST
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..module_state.own_draws import draws
+from ..module_state.watching import WatchingMode
 from ..operations.contexts import entered
 from .capture_error import where_of
 from .unseen_writes import UNSEEN_WRITES
@@ -112,27 +113,20 @@ def _is_float(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float64 and not tensor.is_nested and not tensor.dim()
 
 
-class WriteWatch(TorchDispatchMode):
+class WriteWatch(WatchingMode):
     """Notes random operations and writes that no version tells of.
 
     Of running statistics not even batch norm's schema does; of a list of tensors on fake ones, its schema alone.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.is_random = False
         self.written: list[torch.UntypedStorage | None] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.is_random |= draws(func, args, kwargs or {})
-        if any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values())):
+    def runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_random |= draws(func, args, kwargs)
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             raise TraceError(
                 f"{func} draws from a generator of its own, whose state a recomputation would not find. Remedy: draw "
                 "from the default generator, or leave the submodule out (modules=...)"
@@ -142,7 +136,13 @@ class WriteWatch(TorchDispatchMode):
                 self.written += [tensor_storage(t) for t in cast("list[Tensor]", value)]
         if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
             self.written += [tensor_storage(t) for t in args[3:5] if isinstance(t, Tensor)]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    def calls(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuses an operator of which it is not known what its functions, or its kernels, write."""
+        raise TraceError(
+            f"{func.__name__} runs functions or kernels of its own, of which no plan knows what they write"
+        )
 
 
 class _Recorder(fx.Interpreter):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 _SIZED: Any = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What has sizes, or is one, that may not be known."""
+
+_RESUMED = re.compile(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(.*)_at_(\d+)")
+"""What TorchDynamo calls the rest of a function behind a break: the function's name, and a line."""
 
 _RAISED = "Developer debug context: raised exception "
 
@@ -80,3 +85,13 @@ def _where(error: BaseException) -> str | None:
         if Path(frame.filename).parent != Path(__file__).parent:
             return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+def exhausted(code: CodeType, most: int) -> str:
+    """What is told of code that is captured no more, as it has been so often; a forward of one graph raises instead."""
+    resumed = _RESUMED.fullmatch(code.co_name)
+    name, line = resumed.groups() if resumed is not None else (code.co_name, code.co_firstlineno)
+    return (
+        f"{name} runs without rematerialization from {code.co_filename}:{line} on where it does something new: it has "
+        f"done so {most} times. Remedy: keep what changes from step to step out of it"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import re
 import threading
 import traceback
 import types
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
 
 from ..module_state.nesting import tensors_in
@@ -38,13 +36,14 @@ from . import (
     first_calls,
     float_arithmetic,
     generators_left,
+    higher_order_left,
     hook_guards,
     in_pythons_order,
     numpy_as_it_is,
     quiet,
     synchronized_norms,
 )
-from .capture_error import CaptureError, refuse_values, why
+from .capture_error import CaptureError, exhausted, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
@@ -69,9 +68,6 @@ if torch.__version__ < "2.13":  # a parameter that is frozen meanwhile would not
 
 _MOST_GRAPHS = 16
 """Of one module, before it is captured no more."""
-
-_RESUMED = re.compile(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(.*)_at_(\d+)")
-"""What TorchDynamo calls the rest of a function behind a break: the function's name, and a line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -281,6 +277,7 @@ _WHILE_CAPTURING = SharedSettings(
     *hook_guards.CHANGES,
     *synchronized_norms.CHANGES,
     *exchanges_left.CHANGES,
+    *higher_order_left.CHANGES,
     *first_calls.CHANGES,
 )
 
@@ -298,21 +295,13 @@ class _Capturing:
         self._torchdynamo_orig_backend = capture._torchdynamo_orig_backend  # by which it tells captures apart
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := higher_order_left.left(frame)) is not None:
+            return found
         with self._settings(frame.f_code):
             found = self._capture(frame, *args, **kwargs)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
-            warnings.warn(_exhausted(frame.f_code), stacklevel=2)
+            warnings.warn(exhausted(frame.f_code, _MOST_GRAPHS), stacklevel=2)
         return found
-
-
-def _exhausted(code: types.CodeType) -> str:
-    """What is told of code that is captured no more; a forward that must be one graph raises in its place."""
-    resumed = _RESUMED.fullmatch(code.co_name)
-    name, line = resumed.groups() if resumed is not None else (code.co_name, code.co_firstlineno)
-    return (
-        f"{name} runs without rematerialization from {code.co_filename}:{line} on where it does something new: it has "
-        f"done so {_MOST_GRAPHS} times. Remedy: keep what changes from step to step out of it"
-    )
 
 
 # Lets TorchDynamo capture backward hooks of modules, as it does where compiled autograd would run them.

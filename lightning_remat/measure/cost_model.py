@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from ..module_state.watching import WatchingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +48,16 @@ def assumed_speed(speed: Speed) -> Generator[None]:
         _assumed.reset(token)
 
 
-class CostCounter(TorchDispatchMode):
+class CostCounter(WatchingMode):
     """Adds up an estimate of the seconds of all operations inside: the slower of arithmetic and memory traffic."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
-        return True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.seconds = 0.0
         self._speed = _assumed.get() or _NOMINAL.get(device.type, _NOMINAL["other"])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Adds an operation's seconds."""
         result = func(*args, **kwargs)
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not results:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import (
@@ -29,6 +28,7 @@ from ..devices import (
     synchronize,
 )
 from ..module_state.sharding import gathered_tensors, gathering_units, groups_of, last_gathered_bytes
+from ..module_state.watching import WatchingMode
 from .allocated_growth import Peak, can_listen, heard, listen
 from .resident_memory import ResidentGrowth
 
@@ -149,18 +149,13 @@ _DEVICE: Any = torch.ops.prim.device.default
 """Of a fake tensor, autograd and kernels ask the device more often than all else together; nothing is made by that."""
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(WatchingMode):
     """Sums the bytes of live storages, which it meets as results of operations and sees die.
 
     Args:
         with_kernels: Whether it listens to the allocator while an operation runs.
         is_real: Whether fake tensors are not what is metered: they are made where a module is captured anew meanwhile.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo may capture what runs inside: this mode watches and changes nothing."""
-        return True
 
     def __init__(self, *, with_kernels: bool, is_real: bool) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -211,9 +206,8 @@ class StorageMeter(TorchDispatchMode):
 
         return forget
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Counts what an operation makes, and what its kernel holds meanwhile."""
         if func is _DEVICE:
             return func(*args)
         if self._follows_collective:
@@ -222,7 +216,7 @@ class StorageMeter(TorchDispatchMode):
         self._settle()
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before_bytes = self.alive_bytes
-        result, inside_bytes = self._run(func, operands, args, kwargs or {})
+        result, inside_bytes = self._run(func, operands, args, kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if self.is_real:
             made = [t for t in made if not isinstance(t, FakeTensor)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices import HOST, new_generator
 from .random_state import (
@@ -20,9 +19,10 @@ from .random_state import (
     generator_of,
     generators_in_use,
 )
+from .watching import WatchingMode
 
 
-class OwnDraws(TorchDispatchMode):
+class OwnDraws(WatchingMode):
     """Draws inside leave the generators that all threads share where they are.
 
     Whoever saves their states and puts them back takes from another thread what it has drawn in between: it draws the
@@ -33,11 +33,6 @@ class OwnDraws(TorchDispatchMode):
         num_calls: Operations that it has seen so far, each of which it makes slower.
         num_draws: Random ones among them.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo may choose a graph inside: its operations draw when they run."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -60,13 +55,10 @@ class OwnDraws(TorchDispatchMode):
         found = [(device, None if generator is None else generator_of(generator)) for device, generator in own]
         return [source or device_generators([device])[0] for device, source in found]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation; one that draws does so from a generator of this mode."""
-        del types
         self.num_calls += 1
-        named = dict(kwargs or {})
+        named = dict(kwargs)
         if not draws(func, args, named) or _has_generator(args, named):
             return func(*args, **named)
         self.num_draws += 1

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .agreement import is_shared
 from .nesting import tensors_in
+from .watching import WatchingMode
 
 # Of c10d only its Python half is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -40,13 +40,8 @@ def exchanging_alone(module: nn.Module) -> Generator[None]:
         yield
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(WatchingMode):
     """Hands operations that exchange a group of the same size which PyTorch has for tests, and which does nothing."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo may choose a graph inside: its operations exchange when they run."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +54,9 @@ class _Alone(TorchDispatchMode):
         for name in self._names.values():
             _c10d()._unregister_process_group(name)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation; one that exchanges does so in a group of its own."""
-        del types
-        named = dict(kwargs or {})
+        named = dict(kwargs)
         if func.namespace not in EXCHANGING:
             return func(*args, **named)
         if func is torch.ops.c10d.allreduce_.default:

@@ -11,6 +11,7 @@ LEFT_ALONE = (
     "lightning",
     "pytorch_lightning",
     "torch",
+    "triton",
     "logging",
     "threading",
     "multiprocessing",

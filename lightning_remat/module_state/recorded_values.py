@@ -194,6 +194,10 @@ class Recorder:
             self._add(value)
 
     def _add_container(self, container: Any) -> None:
+        if isinstance(container, dict) and "__builtins__" in container:  # a file's names, to which captures add theirs
+            own = {name: value for name, value in container.items() if not str(name).startswith("__")}
+            self._add_names(container, own, container.__setitem__, container.__delitem__)
+            return
         if container and isinstance(container, (dict, list, deque)):
             self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
         if isinstance(container, dict):

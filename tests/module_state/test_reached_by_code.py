@@ -247,6 +247,27 @@ def test_what_was_bound_to_nothing_is_so_again() -> None:
     assert bound() == [2]
 
 
+class HoldsNames:
+    """As a kernel of Triton does, which holds the names of the file that it is in."""
+
+    def __init__(self) -> None:
+        self.names = globals()
+
+
+def test_names_that_a_capture_adds_to_a_file_stay() -> None:
+    """Compiled code reads them later."""
+    module = nn.Linear(2, 2)
+    module.kernel = HoldsNames()
+    before = CALLS
+    try:
+        with preserved([module]):
+            globals()["__compiled_fn_0"] = globals()["CALLS"] = 7
+        assert globals()["__compiled_fn_0"] == 7
+        assert before == CALLS
+    finally:
+        globals().pop("__compiled_fn_0", None)
+
+
 def test_files_of_others_are_told_by_their_folders() -> None:
     package = Path(lightning_remat.__file__).parent
     assert not is_own_file(str(package / "errors.py"))
