@@ -165,6 +165,8 @@ def _look_through(
         moments.append(Moment(module, next(top.clock), False, True))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # by a function that users have compiled, which stays so
+            return
         is_outermost = len(frames) == 1
         frames.append(frames[-1].call(module, args, kwargs, backwards.called() if is_outermost else None))
         if is_outermost:
@@ -174,6 +176,8 @@ def _look_through(
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
+        if torch.compiler.is_compiling():
+            return
         frame = frames.pop()
         if transform_in_the_way() is None:  # where a call runs plain, it is none that can be served
             leave_by(frame, output)

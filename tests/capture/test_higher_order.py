@@ -101,7 +101,7 @@ def test_what_is_around_is_planned_and_all_is_as_in_the_plain_module(does: Calla
 
 @pytest.mark.slow
 def test_a_batch_size_is_found_for_it() -> None:
-    module = Around(lambda x, *_: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,)))
+    module = Around(condition)
     found = find_batch_size(module, X[:2], lambda x: module(x).sum(), memory_budget="1MiB", max_batch_size=64)
     assert found.batch_size > 2
 

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from remat_runs import run
 from same_runs import Deep, assert_same_run, deep, remat
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -64,6 +64,37 @@ def test_the_run_is_the_same(tmp_path: Path, case: type[CompiledHead]) -> None:
     assert {key.partition("[")[0] for key in result.step.keys} <= {"", "net"}
     assert {*compilations} == plain  # nothing of ours is compiled into it
     compilations.clear()
+
+
+@torch.compile(backend=counting)
+def through(part: nn.Module, x: Tensor) -> Tensor:
+    return part(x).square().mean()
+
+
+class CalledByACompiledFunction(Deep):
+    """That breaks at nothing of ours, as a compiler may round otherwise for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = deep()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return through(self.head, self.net(batch[0]))
+
+
+@pytest.mark.slow
+def test_what_a_compiled_function_calls_is_left_to_it(tmp_path: Path) -> None:
+    def anew() -> CalledByACompiledFunction:  # what looks on would be in none that is compiled already
+        torch.compiler.reset()
+        return CalledByACompiledFunction()
+
+    compilations.clear()
+    run(tmp_path, anew(), max_steps=2)
+    plain = set(compilations)
+    result = assert_same_run(tmp_path, anew, callback=remat(planner="auto", memory_budget="85%")).result
+    assert result is not None
+    assert result.step.keys == ("net",)
+    assert {*compilations} == plain
 
 
 class AllCompiled(Deep):
