@@ -30,7 +30,7 @@ _LEFT = frozenset(
         "while_loop",
     }
 )
-
+"""Names of operators that call functions."""
 
 _THEIR_OWN = "torch._higher_order_ops.", "torch.nn.attention.flex_attention", "triton."
 """Modules of the code that runs them: TorchDynamo would capture what that does, and what it calls, piece by piece."""
@@ -56,7 +56,7 @@ def _divided(make: Callable[..., Any]) -> object:
 def _unseen(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def made(variable: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        if captures_here():  # TorchDynamo could not hand over a kernel with its grid behind a division
+        if captures_here():  # before it has a grid, which would have to be handed over with it
             divide_at(getattr(kernel, "__name__", type(kernel).__name__), "a kernel of Triton is launched:")
         init(variable, kernel, *args, **kwargs)
 
