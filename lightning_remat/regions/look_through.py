@@ -278,8 +278,9 @@ def _chosen(
     if not chosen:
         what = "none of modules=" if modules is not None else "no submodule with parameters"
         raise NoCallError(
-            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}: "
-            f"name what it calls with modules=, from {[name for name, _ in root.named_children()]}"
+            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}, or only within "
+            "compiled functions, which stay as they are: name what it calls with modules=, from "
+            f"{[name for name, _ in root.named_children()]}"
         )
     return chosen
 

@@ -97,6 +97,17 @@ def test_what_a_compiled_function_calls_is_left_to_it(tmp_path: Path) -> None:
     assert {*compilations} == plain
 
 
+class AllByACompiledFunction(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return through(self.net, batch[0])
+
+
+def test_where_a_compiled_function_calls_all_it_is_left(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    with pytest.warns(UserWarning, match="leaves the model as it is: .* or only within compiled functions"):
+        run(tmp_path, AllByACompiledFunction(), remat(), max_steps=2)
+
+
 class AllCompiled(Deep):
     def __init__(self) -> None:
         super().__init__()
