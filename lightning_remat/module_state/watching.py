@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, cast
 
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OperatorBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -40,7 +40,7 @@ class WatchingMode(TorchDispatchMode):
         return cast(Any, func)(*given, **named)
 
     def _watched(self, argument: Any) -> Any:
-        if not callable(argument):
+        if not callable(argument) or isinstance(argument, OperatorBase):  # an operation is seen as such
             return argument
 
         def watched(*args: Any, **kwargs: Any) -> Any:

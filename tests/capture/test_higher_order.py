@@ -11,6 +11,7 @@ import torch
 from least_budgets import least_budget
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as mapped
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
@@ -120,6 +121,13 @@ def test_what_is_made_within_a_function_is_counted() -> None:
     within = peak(lambda: torch.cond(X.sum() > 1e9, torch.sum, sines, (X,)))
     assert within == pytest.approx(peak(lambda: sines(X)), abs=256)
     assert within >= 4 * X.nbytes
+
+
+def test_an_operator_that_takes_an_operation_is_metered() -> None:
+    x = torch.ones(8, 8, dtype=torch.int8)
+    with measure_peak() as measured:
+        assert out_dtype(torch.ops.aten.mm.default, torch.int32, x, x).sum() == 8**3
+    assert measured.peak_bytes >= 4 * 8**2
 
 
 triton = pytest.importorskip("triton")
