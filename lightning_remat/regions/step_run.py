@@ -270,16 +270,15 @@ def beside_operations(
     """
     if predicted_seconds > SHORT_SECONDS * num_operations:
         return 0.0
-    args, kwargs = detached((args, kwargs))
-    inputs = tensors_held((args, kwargs))
-    targets = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
-    forward, backward = Stopwatch(device_of((*inputs, *targets))), Stopwatch(device_of((*inputs, *targets)))
-    found = math.inf
+    device = device_of((*tensors_held((args, kwargs)), *module.parameters()))
+    forward, backward, found = Stopwatch(device), Stopwatch(device), math.inf
     for _ in range(_TIMED_STEPS):
+        own_args, own_kwargs = detached((args, kwargs))  # which a forward may take apart
+        inputs = tensors_held((own_args, own_kwargs))
         with untouched(module, inputs, draws=draws):
             with forward:
-                outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
-            wanted = [t for t in targets if t.requires_grad]
+                outputs = [t for t in tensors_in(module(*own_args, **own_kwargs)) if t.requires_grad]
+            wanted = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
             if not (outputs and wanted) or _refuses_grad(outputs):
                 return 0.0
             with backward:  # without what `run_backward` hooks to each target

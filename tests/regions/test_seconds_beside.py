@@ -107,6 +107,21 @@ def test_the_steps_leave_nothing_behind() -> None:
     assert torch.equal(drawn, torch.get_rng_state())
 
 
+class TakesApart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.linear(batch.pop("x"))
+
+
+def test_each_step_has_a_batch_of_its_own() -> None:
+    batch = {"x": X}
+    assert beside_operations(TakesApart(), (batch,), {}, 0.0, 4) > 0
+    assert batch.keys() == {"x"}
+
+
 class Breaks(nn.Module):
     """No single graph."""
 
