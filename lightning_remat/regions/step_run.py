@@ -258,7 +258,8 @@ def beside_operations(
 ) -> float:
     """Seconds of a step of a module that is not rewritten beyond those of its operations, by the fastest of a few.
 
-    Calls of modules, and what lies between the regions of one, are no operation's. Long operations hide them.
+    Calls of modules, and what lies between the regions of one, are no operation's. Long operations hide them, and on
+    fake tensors nothing tells them.
 
     Args:
         module: What is run.
@@ -268,9 +269,11 @@ def beside_operations(
         num_operations: How many these are.
         draws: See `untouched`.
     """
-    if predicted_seconds > SHORT_SECONDS * num_operations:
+    tensors = *tensors_held((args, kwargs)), *module.parameters()
+    is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+    if is_fake or predicted_seconds > SHORT_SECONDS * num_operations:
         return 0.0
-    device = device_of((*tensors_held((args, kwargs)), *module.parameters()))
+    device = device_of(tensors)
     forward, backward, found = Stopwatch(device), Stopwatch(device), math.inf
     for _ in range(_TIMED_STEPS):
         own_args, own_kwargs = detached((args, kwargs))  # which a forward may take apart

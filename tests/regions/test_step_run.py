@@ -121,3 +121,9 @@ def test_a_whole_backward_where_a_checkpoint_asks_for_it_fires_no_optimizer() ->
     assert all(p.grad is None for p in targets)
     module(X).sum().backward()
     assert len(fired) == len(targets)
+
+
+def test_a_step_whose_backward_must_be_whole_is_not_timed() -> None:
+    module = Reentrant()
+    assert step_run.beside_operations(module, (X,), {}, 0.0, 4) == 0.0
+    assert all(p.grad is None for p in module.parameters())
