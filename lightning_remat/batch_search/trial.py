@@ -223,7 +223,7 @@ def install(trial: Trial, batch_size: int, step: StepPlan, planner: str | Callab
     """
     view = trial.look_through(batch_size, list(step.plans))
     programs = programs_of(view.calls, step.plans)
-    rewritten = install_parts(programs, step.plans, planner, headroom_bytes=step.headroom_bytes)
+    rewritten = install_parts(programs, step.plans, planner, headroom_bytes=step.headroom_bytes, is_in_step=True)
     return [*rewritten, *reshard_as_planned(units_in(view), step.surroundings.gathering)]
 
 

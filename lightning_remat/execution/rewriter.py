@@ -49,7 +49,10 @@ class _Rewritten:
         planner: What makes further plans, for graphs that TorchDynamo captures later.
         left: Graphs that were captured before and stay as they are.
         headroom_bytes: What the step by these plans leaves of its budget.
+
+    Attributes:
         serves_eval: Whether it is planned in eval mode, as a part of something in training may be, and for that.
+        is_in_step: Whether a training step calls it, whose compiled functions stay as they are with all they call.
     """
 
     def __init__(
@@ -59,10 +62,8 @@ class _Rewritten:
         planner: str | Callable[..., Schedule] = "auto",
         left: Iterable[CapturedGraph] = (),
         headroom_bytes: int = 0,
-        *,
-        serves_eval: bool = False,
     ) -> None:
-        self.serves_eval = serves_eval
+        self.serves_eval = self.is_in_step = False
         self.plan, self.parts, self.later = plan, parts, LaterGraphs(parts, planner, headroom_bytes)
         self.original = type(parts[0][0].traced.module).forward if parts else None
         self._forward: CompiledForward | None = parts[0][0].traced.forward if parts else None
@@ -221,6 +222,7 @@ def install_parts(
     headroom_bytes: int = 0,
     *,
     trains: bool = True,
+    is_in_step: bool = False,
 ) -> list[nn.Module]:
     """Puts programs in the place of the forwards, or of the graphs within forwards, that they were made for.
 
@@ -231,6 +233,7 @@ def install_parts(
         left: Graphs that stay as they are, as their programs would not be worth it or there are none.
         headroom_bytes: What the step by these plans leaves of its budget.
         trains: Whether what consists of them is in training, so that those in eval mode are meant to be.
+        is_in_step: Whether that is a training step, whose compiled functions stay as they are.
 
     Returns:
         The modules that are rewritten.
@@ -241,8 +244,9 @@ def install_parts(
     rewritten = {m: own for m, own in parts.items() if any(is_worth(plan) for _, plan in own)}
     for m, own in rewritten.items():
         restore(m)
-        serves_eval = trains and not m.training
-        _put(m, _Rewritten(own[0][1], own, planner, left, headroom_bytes, serves_eval=serves_eval))
+        state = _Rewritten(own[0][1], own, planner, left, headroom_bytes)
+        state.serves_eval, state.is_in_step = trains and not m.training, is_in_step
+        _put(m, state)
     return list(rewritten)
 
 
@@ -265,11 +269,7 @@ def install_regions(
     assert plan.step is not None
     restore(module)
     install_parts(programs, plan.step.plans, planner, left, plan.step.headroom_bytes, trains=module.training)
-    own: _Rewritten | None = vars(module).get(_STATE)
-    if own is None:
-        vars(module)[_STATE] = _Rewritten(plan)
-    else:
-        own.plan = plan
+    vars(module).setdefault(_STATE, _Rewritten(plan)).plan = plan
 
 
 def restore(module: nn.Module) -> None:
@@ -361,14 +361,15 @@ class Rewriting:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a rewritten module.
 
-    Code that is exported around it, or captured to be planned, sees the plain one; code that users compile around it is
-    interrupted by it.
+    Code that is exported around it, or captured to be planned, sees the plain one, and so does what a training step
+    calls compiled; other code that users compile around it is interrupted by it.
     """
     if is_captured() or captures_here():
         return type(self).forward(self, *args, **kwargs)
-    if torch.compiler.is_compiling():
-        return _run_apart(self, args, kwargs)
-    return _run(self, args, kwargs)
+    if not torch.compiler.is_compiling():
+        return _run(self, args, kwargs)
+    state: _Rewritten | None = vars(self).get(_STATE)
+    return type(self).forward(self, *args, **kwargs) if state and state.is_in_step else _run_apart(self, args, kwargs)
 
 
 def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -378,11 +379,9 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     original = type(self).forward
     state: _Rewritten | None = vars(self).get(_STATE)
-    if state is None or not state.parts or not torch.is_grad_enabled():
+    if state is None or not state.parts or not torch.is_grad_enabled() or is_in_checkpoint():
         return original(self, *args, **kwargs)
     if not (self.training or state.serves_eval):
-        return original(self, *args, **kwargs)
-    if is_in_checkpoint():
         return original(self, *args, **kwargs)
     if original is not state.original:
         reason = "its class has another forward now; call rematerialize again"

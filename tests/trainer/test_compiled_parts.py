@@ -66,9 +66,14 @@ def test_the_run_is_the_same(tmp_path: Path, case: type[CompiledHead]) -> None:
     compilations.clear()
 
 
-@torch.compile(backend=counting)
+@torch.compile(backend=counting, fullgraph=True)
 def through(part: nn.Module, x: Tensor) -> Tensor:
     return part(x).square().mean()
+
+
+class CalledBothWays(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return through(self.net, batch[0]) + self.net(batch[0] * 2).sin().mean()
 
 
 class CalledByACompiledFunction(Deep):
@@ -83,10 +88,11 @@ class CalledByACompiledFunction(Deep):
 
 
 @pytest.mark.slow
-def test_what_a_compiled_function_calls_is_left_to_it(tmp_path: Path) -> None:
-    def anew() -> CalledByACompiledFunction:  # what looks on would be in none that is compiled already
+@pytest.mark.parametrize("case", [CalledByACompiledFunction, CalledBothWays])
+def test_what_a_compiled_function_calls_is_left_to_it(tmp_path: Path, case: type[Deep]) -> None:
+    def anew() -> Deep:  # what looks on would be in none that is compiled already
         torch.compiler.reset()
-        return CalledByACompiledFunction()
+        return case()
 
     compilations.clear()
     run(tmp_path, anew(), max_steps=2)
