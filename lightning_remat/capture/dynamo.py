@@ -25,6 +25,7 @@ from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImpo
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
+from ..module_state.refusals import mode_in_the_way
 from ..operations.functions import runnable_as_written
 from ..operations.module_hooks import replace_module_hooks
 from . import (
@@ -192,8 +193,8 @@ class CompiledForward:
         Raises:
             CaptureError: The forward with these arguments is no single graph; nothing of it has run.
         """
-        if (mode := _mode_in_the_way()) is not None:
-            raise CaptureError(f"{mode} is active, under which TorchDynamo captures nothing", None)
+        if (reason := mode_in_the_way()) is not None:
+            raise CaptureError(reason, None)
         before, self._local.call = getattr(self._local, "call", None), (run, args, kwargs)
         try:
             # Between graphs, modules may be called that are none of its submodules.
@@ -357,15 +358,6 @@ def _structure(module: nn.Module) -> Hashable:
         settings = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | float | str))
         found.append((name, type(m), tensors, settings))
     return tuple(found)
-
-
-def _mode_in_the_way() -> str | None:
-    """The name of a dispatch mode, of a profiler or a counter, under which TorchDynamo leaves code as it is."""
-    for k in range(torch._C._len_torch_dispatch_stack()):
-        mode: Any = torch._C._get_dispatch_stack_at(k)
-        if not mode.is_infra_mode() and not mode.ignore_compile_internals():
-            return type(mode).__name__
-    return None
 
 
 def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:

@@ -19,7 +19,7 @@ from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
 from ..capture.hook_guards import hooks_of_all_modules
 from ..capture.shared_setting import captures_here
 from ..module_state.nesting import extents_of
-from ..module_state.refusals import is_captured, is_in_checkpoint, transform_in_the_way
+from ..module_state.refusals import in_the_way, is_captured, is_in_checkpoint
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
 from ..schedules.schedule import Schedule
@@ -385,7 +385,7 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(self, *args, **kwargs)
     if original is not state.original:
         reason = "its class has another forward now; call rematerialize again"
-    elif (reason := transform_in_the_way()) is None:
+    elif (reason := in_the_way()) is None:
         try:
             return state(self, args, kwargs)
         except CaptureError as error:

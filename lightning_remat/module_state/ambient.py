@@ -1,4 +1,4 @@
-"""What a run depends on besides its inputs: autocast, default device, algorithms, buffers."""
+"""What a run depends on besides its inputs: autocast, default device, algorithms, subclasses of tensors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class _Local(threading.local):
 _local = _Local()
 _CPU = torch.device("cpu")
 _num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
+_calls_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled  # pyright: ignore
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
@@ -35,12 +36,18 @@ def is_recomputing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The settings under which a forward ran."""
+    """The settings under which a forward ran.
+
+    Attributes:
+        calls_subclasses: Whether what subclasses of tensors have in place of functions (`__torch_function__`) is;
+            within a captured graph it is not, as TorchDynamo has captured what that does.
+    """
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_cache_enabled: bool
     default_device: torch.device
     default_dtype: torch.dtype
+    calls_subclasses: bool
     algorithms: tuple[Any, ...]
 
     @classmethod
@@ -52,6 +59,7 @@ class Ambient:
             torch.is_autocast_cache_enabled(),
             torch.get_default_device() if _num_modes() else _CPU,  # where one is set it is a mode
             torch.get_default_dtype(),
+            _calls_subclasses(),
             algorithms_in_force(),
         )
 
@@ -73,6 +81,8 @@ class Ambient:
             if now.default_dtype != self.default_dtype:
                 stack.callback(torch.set_default_dtype, now.default_dtype)
                 torch.set_default_dtype(self.default_dtype)
+            if now.calls_subclasses and not self.calls_subclasses:
+                stack.enter_context(torch._C.DisableTorchFunctionSubclass())  # pyright: ignore
             if now.algorithms != self.algorithms:
                 stack.callback(set_algorithms, now.algorithms, self.algorithms)
                 set_algorithms(self.algorithms, now.algorithms)

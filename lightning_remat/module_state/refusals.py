@@ -11,8 +11,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore
+from torch.utils._device import DeviceContext
 
 from .sharding import has_units, managed_parameters, reason_against_units
+
+_C = cast(Any, torch)._C
 
 REMEDIES = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "rematerialize the module inside, wrapped or not",
@@ -75,14 +78,29 @@ def is_captured() -> bool:
 
 def is_in_checkpoint() -> bool:
     """Whether the code that asks runs within `torch.utils.checkpoint`, for the first time or again."""
-    hooks = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def transform_in_the_way() -> str | None:
-    """Why the plain forward must run where derivatives are taken otherwise than backwards; None where they are not."""
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+def in_the_way() -> str | None:
+    """Why the plain forward must run at the moment, or None."""
+    if _C._functorch.maybe_current_level() is not None:
         return "it is called in a transform of torch.func, which takes no saved-tensor hooks"
     if forward_ad._current_level >= 0:  # pyright: ignore
         return "it is called where derivatives are taken forwards, of which a recomputation has none"
-    return None
+    return mode_in_the_way()
+
+
+def mode_in_the_way() -> str | None:
+    """Why nothing can be captured under the modes that are active, or None.
+
+    Under dispatch modes, of a profiler or a counter, TorchDynamo leaves code as it is. What users' modes for functions
+    do it captures, and they would do it once more where that runs.
+    """
+    modes = (_C._get_function_stack_at(k) for k in range(_C._len_torch_function_stack()))
+    found = [mode for mode in modes if not isinstance(mode, DeviceContext)]
+    modes = (_C._get_dispatch_stack_at(k) for k in range(_C._len_torch_dispatch_stack()))
+    found += [mode for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
+    return (
+        f"{type(found[0]).__name__} is active, under which TorchDynamo captures nothing that may run" if found else None
+    )

@@ -24,7 +24,7 @@ from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
 from ..module_state.batches import as_new, cut_from_history, tensors_held
 from ..module_state.nesting import extents_of, flatten, tensors_in
-from ..module_state.refusals import transform_in_the_way
+from ..module_state.refusals import in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, View
@@ -160,8 +160,7 @@ def _look_through(
         for place in (between[backwards.before_now()][0], saved_now()):
             place.own(module.parameters())  # as gathered, which are others than the shards
 
-    def end_unit(module: nn.Module, args: Any, output: Any) -> None:
-        del args, output
+    def end_unit(module: nn.Module, _args: Any, _output: Any) -> None:
         moments.append(Moment(module, next(top.clock), False, True))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,12 +173,11 @@ def _look_through(
         if is_outermost and module in gathered and torch.is_grad_enabled():
             frames[-1].part = _captured_now(module, args, kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         frame = frames.pop()
-        if transform_in_the_way() is None:  # where a call runs plain, it is none that can be served
+        if in_the_way() is None:  # else it runs plain, and cannot be served
             leave_by(frame, output)
 
     def leave_by(frame: _Frame, output: Any) -> None:
@@ -278,8 +276,8 @@ def _chosen(
     if not chosen:
         what = "none of modules=" if modules is not None else "no submodule with parameters"
         raise NoCallError(
-            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}, or only within "
-            "compiled functions, which stay as they are: name what it calls with modules=, from "
+            f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}, or only where it "
+            "stays as it is, in compiled functions, transforms and modes: name what it calls with modules=, from "
             f"{[name for name, _ in root.named_children()]}"
         )
     return chosen
@@ -294,7 +292,10 @@ def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-    return forward_of(module, is_whole=False).call(run, module, args, kwargs)
+    try:
+        return forward_of(module, is_whole=False).call(run, module, args, kwargs)
+    except CaptureError:  # before anything has run: it stays as it is
+        return cast(Any, type(module)).forward(module, *args, **kwargs)
 
 
 def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:

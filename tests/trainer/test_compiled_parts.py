@@ -110,7 +110,9 @@ class AllByACompiledFunction(Deep):
 
 def test_where_a_compiled_function_calls_all_it_is_left(tmp_path: Path) -> None:
     torch.compiler.reset()
-    with pytest.warns(UserWarning, match="leaves the model as it is: .* or only within compiled functions"):
+    with pytest.warns(
+        UserWarning, match="leaves the model as it is: .* or only where it stays as it is, in compiled functions"
+    ):
         run(tmp_path, AllByACompiledFunction(), remat(), max_steps=2)
 
 
