@@ -21,6 +21,7 @@ _local = _Local()
 _CPU = torch.device("cpu")
 _num_modes: Callable[[], int] = torch._C._len_torch_function_stack  # pyright: ignore
 _calls_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled  # pyright: ignore
+_CALLS_SUBCLASSES: Any = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction  # pyright: ignore
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
@@ -81,8 +82,8 @@ class Ambient:
             if now.default_dtype != self.default_dtype:
                 stack.callback(torch.set_default_dtype, now.default_dtype)
                 torch.set_default_dtype(self.default_dtype)
-            if now.calls_subclasses and not self.calls_subclasses:
-                stack.enter_context(torch._C.DisableTorchFunctionSubclass())  # pyright: ignore
+            if now.calls_subclasses != self.calls_subclasses:
+                stack.enter_context(_CALLS_SUBCLASSES[self.calls_subclasses]())
             if now.algorithms != self.algorithms:
                 stack.callback(set_algorithms, now.algorithms, self.algorithms)
                 set_algorithms(self.algorithms, now.algorithms)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .batches import record_histories
 from .iterators import Rewindable, iterators_undo
@@ -40,6 +41,8 @@ _CONTAINERS = (dict, list, set, deque, tuple, bytearray, array)
 
 _RECORDED = (torch.strided, torch.sparse_coo)
 """Layouts of tensors whose values are put back."""
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 _ABSENT = object()
 
@@ -232,16 +235,28 @@ class Recorder:
         if self.with_parameters:
             requires_grad = parameter.requires_grad
             self.undo.append(lambda: cast(None, parameter.requires_grad_(requires_grad)))
-            self.undo.append(_value_undo(parameter))
+        self._add_parts(parameter, with_value=self.with_parameters)
         if self.with_gradients:
             grad = parameter.grad
             if grad is not None and self._is_new(grad):
-                self.undo.append(_value_undo(grad))
+                self._add_parts(grad, with_value=True)
             self.undo.append(lambda: setattr(parameter, "grad", grad))
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        if self.with_tensors and tensor.layout in _RECORDED and not tensor.is_inference():
+        is_recorded = self.with_tensors and tensor.layout in _RECORDED and not tensor.is_inference()
+        self._add_parts(tensor, with_value=is_recorded)
+
+    def _add_parts(self, tensor: Tensor, *, with_value: bool) -> None:
+        """The value of a tensor and its attributes, which are where one that wraps others has them."""
+        is_fake, wrapped = isinstance(tensor, FakeTensor), set[str]()
+        if not (is_fake or type(tensor) in _PLAIN_TENSORS or hasattr(tensor, "_local_tensor")):
+            wrapped = {*tensor.__tensor_flatten__()[0]} if is_traceable_wrapper_subclass(tensor) else wrapped
+        if with_value and not wrapped:
             self.undo.append(_value_undo(tensor))
+        if not is_fake:  # which has others of its own
+            attributes = vars(tensor)
+            self._add_content(attributes, dict(attributes), attributes.update)
+            self._add_all(value for name, value in attributes.items() if with_value or name not in wrapped)
 
     def _add_array(self, values: np.ndarray[Any, Any]) -> None:
         if values.dtype == object:

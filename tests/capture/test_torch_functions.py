@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,38 @@ class Named(Tensor):
     """Of which operations make others of its kind."""
 
 
+class Stored(Tensor):
+    """Is stored as whole numbers, and known to layers alone, as a quantized weight is."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> Stored:
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Stored:
+        return Stored(inner["numbers"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, *rest = args
+            return F.linear(x, weight.numbers / 64, *rest)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+            return cls(func(args[0].numbers))
+        raise NotImplementedError(f"{func} of a stored weight")
+
+
 class Doubles(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -54,8 +87,18 @@ def scaled() -> nn.Sequential:
     return module
 
 
-@pytest.mark.parametrize("make", [layers, scaled])
-@pytest.mark.parametrize("kind", [Tensor, Named, tv_tensors.Mask])
+def stored() -> nn.Sequential:
+    module = layers()
+    for layer in module[::6]:
+        numbers = (layer.weight.detach() * 64).round().to(torch.int8)
+        layer.weight = nn.Parameter(Stored(numbers), requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(stored, Tensor), *itertools.product([layers, scaled], [Tensor, Named, tv_tensors.Mask])],
+)
 def test_subclasses_do_in_a_recomputation_what_they_did_at_first(
     make: Callable[[], nn.Module], kind: type[Tensor]
 ) -> None:
@@ -65,6 +108,14 @@ def test_subclasses_do_in_a_recomputation_what_they_did_at_first(
     assert plan.num_recomputed
     batches = [X.as_subclass(kind), X, X.as_subclass(kind)]
     assert_equal_traces(traces(plain, batches), traces(module, batches))
+    assert_equal_traces(traces(plain, batches, step=apart), traces(module, batches, step=apart))
+
+
+def apart(module: nn.Module, batch: Tensor) -> Tensor:
+    """A step whose backward is a function of a subclass, so that what it calls in turn is none."""
+    loss = loss_of(module(batch))
+    loss.as_subclass(Named).backward()
+    return loss
 
 
 def under(mode: Callable[[], TorchFunctionMode]) -> Callable[[nn.Module, Tensor], Tensor]:

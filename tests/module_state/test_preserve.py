@@ -37,6 +37,8 @@ class Stateful(nn.Module):
         self.by_name: dict[str, Any] = {"a": torch.ones(1)}
         self.recent: deque[int] = deque([1], maxlen=2)
         self.metric = torch.zeros(1)
+        weight: Any = self.linear.weight  # as a quantized one has its scales
+        weight.codes, weight.scales = torch.zeros(2), torch.zeros(2)
 
     def disturb(self) -> None:
         self.linear.weight.data.add_(1)
@@ -52,6 +54,9 @@ class Stateful(nn.Module):
         self.recent.append(5)
         self.metric = self.metric + 1
         self.extra = 1
+        weight: Any = self.linear.weight
+        weight.codes, weight.is_new = None, False
+        weight.scales.add_(1)
         self.eval()
         torch.rand(1), random.random(), np.random.random()  # noqa: NPY002
 
@@ -60,7 +65,8 @@ class Stateful(nn.Module):
         flags = [p.requires_grad for p in self.parameters()]
         state = {k: v.tolist() for k, v in self.state_dict().items()}
         values = [self.calls, str(self.history), str(self.by_name), str(self.recent), self.metric.item(), self.training]
-        return [grads, flags, state, values, hasattr(self, "extra")]
+        beside = [str(vars(p)) for p in self.parameters()]
+        return [grads, flags, state, values, beside, hasattr(self, "extra")]
 
 
 def randoms() -> list[Any]:
