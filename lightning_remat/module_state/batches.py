@@ -81,14 +81,24 @@ def as_new(batch: Any, instead: Mapping[int, Tensor] = MappingProxyType({})) -> 
 def cut_from_history(batch: Any) -> dict[int, Tensor]:
     """What to put instead of each tensor, as it is without a history; those with gradients ask for them.
 
-    What was one tensor stays one: a graph is captured for inputs that are the same, or not.
+    What was one tensor stays one: a graph is captured for inputs that are the same, or not. Of their classes they are
+    still, and have the same attributes.
     """
-    return {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_held(batch)}
+    return {id(t): _cut(t) for t in tensors_held(batch)}
 
 
 def detached(batch: Any) -> Any:
     """The batch as new, with every tensor cut from its history."""
     return as_new(batch, cut_from_history(batch))
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    kind, new = type(tensor), tensor.detach()
+    if type(new) is Tensor and not issubclass(kind, nn.Parameter):
+        new = new.as_subclass(kind)
+    for name, value in vars(tensor).items():
+        vars(new).setdefault(name, value)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def _copied(leaf: Any, instead: Mapping[int, Tensor]) -> Any:

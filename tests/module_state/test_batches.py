@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision import tv_tensors
 
 from lightning_remat.batch_search.resizing import batch_size_of, resized
-from lightning_remat.module_state.batches import as_new, tensors_held
+from lightning_remat.module_state.batches import as_new, detached, tensors_held
 from lightning_remat.module_state.nesting import flatten, tensors_in
 
 
@@ -134,3 +135,13 @@ def test_dictionaries_of_any_class_are_taken_apart_and_made_again(kind: Any) -> 
     assert batch_size_of(batch) == 3
     assert resized(batch, 5)["x"].shape == (5, 2)
     assert resized(batch, 5)["inner"]["y"].shape == (5,)
+
+
+def test_tensors_cut_from_their_history_are_of_their_classes_with_their_attributes() -> None:
+    marked: Any = torch.rand(2, requires_grad=True) * 2
+    marked.weight = 0.5
+    boxes = tv_tensors.BoundingBoxes(torch.rand(3, 4), format="XYXY", canvas_size=(8, 9))
+    cut, again = detached([marked, boxes])
+    assert (cut.weight, cut.requires_grad, cut.is_leaf) == (0.5, True, True)
+    assert type(again) is tv_tensors.BoundingBoxes
+    assert (again.format, again.canvas_size) == (boxes.format, boxes.canvas_size)
