@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import compiled_autograd, config, eval_frame
+from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
 
@@ -207,8 +207,7 @@ class CompiledForward:
                     reason = f"the hooks of all modules have been others {_MOST_GRAPHS} times"
                     raise CaptureError(reason, None, is_final=True)
                 compiled = self._compiled[key] = self._entry(are_hooks_guarded=are_guarded)
-            with self._unswayed():
-                return compiled(module, *args, **kwargs)
+            return compiled(module, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
             self.is_exhausted = True
             reason = f"it has done something new {_MOST_GRAPHS} times"
@@ -219,18 +218,6 @@ class CompiledForward:
             raise why(error, is_final=self.is_exhausted) from error
         finally:
             self._local.call = before
-
-    def _unswayed(self) -> AbstractContextManager[object]:
-        """What users set by `torch.compiler.set_stance` is about what they compile, which may run between graphs.
-
-        Raises:
-            CaptureError: It may.
-        """
-        if eval_frame._stance == eval_frame.DynamoStance():
-            return nullcontext()
-        if not self.is_whole:
-            raise CaptureError("torch.compiler.set_stance is in force, and it is no single graph", None)
-        return torch.compiler.set_stance("default")
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph, list[Any]]:
         """The graph of a call and the values of its placeholders; nothing is run or changed.
