@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exchanging_modules import Gathered
 from forked_ranks import run_ranks
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from remat_runs import Classifier, Images, Peaks, Reader, network, run, seeded
 from synchronized_kernels import HostSyncBatchNorm
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_remat.batch_search.search as search
@@ -58,6 +59,9 @@ def main(folder: Path) -> None:
     fit(folder, "plain-synchronized", factory=Synchronized)
     callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
     fit(folder, "synchronized", callback, factory=Synchronized)
+    fit(folder, "plain-contrasting", factory=Contrasting)
+    callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
+    fit(folder, "contrasting", callback, factory=Contrasting)
     fit_texts(folder)
     fit_resumed(folder)
 
@@ -68,6 +72,33 @@ class Synchronized(Sharded):
     def __init__(self) -> None:
         layers = [HostSyncBatchNorm(16) if isinstance(layer, nn.BatchNorm2d) else layer for layer in network()]
         super().__init__(nn.Sequential(*layers))
+
+
+class Between(nn.Module):
+    """Adds the mean of what all ranks have found half way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [*network()]
+        self.before, self.after = nn.Sequential(*layers[:13]), nn.Sequential(*layers[13:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.after(x + Gathered.apply(x).mean(0, keepdim=True))
+
+
+class Contrasting(Sharded):
+    """Ranks exchange what they have found within the network, and compare all samples behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(Between())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        found = self(batch[0])
+        alike = found @ self.all_gather(found, sync_grads=True).flatten(0, 1).T
+        own = torch.arange(len(found)) + len(found) * self.trainer.global_rank
+        return nn.functional.cross_entropy(alike, own)
 
 
 class Texts(Reader):

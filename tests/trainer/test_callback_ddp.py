@@ -26,7 +26,8 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     check_buckets(planned[0], seen(tmp_path, "views")[0])
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
-    check_synchronized(seen(tmp_path, "plain-synchronized"), seen(tmp_path, "synchronized"))
+    for kind in ("synchronized", "contrasting"):
+        check_exchanging(seen(tmp_path, f"plain-{kind}"), seen(tmp_path, kind), kind)
     for a, b in zip(seen(tmp_path, "plain-texts"), seen(tmp_path, "texts"), strict=True):
         assert {name: b[name] for name in a} == a, "texts"
     check_texts(tmp_path)
@@ -54,9 +55,9 @@ def check_search(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["sizes"][:2] == [first["batch_size"]] * 2
 
 
-def check_synchronized(plain: list[dict[str, Any]], planned: list[dict[str, Any]]) -> None:
+def check_exchanging(plain: list[dict[str, Any]], planned: list[dict[str, Any]], kind: str) -> None:
     for a, b in zip(plain, planned, strict=True):
-        assert {name: b[name] for name in a} == a, "synchronized"
+        assert {name: b[name] for name in a} == a, kind
         assert b["num_recomputed"] > 0
         assert b["measured_peak_bytes"] <= b["budget_bytes"]
 
