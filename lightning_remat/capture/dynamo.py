@@ -46,6 +46,7 @@ from . import (
 )
 from .capture_error import CaptureError, exhausted, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
+from .written_out import divisible
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -326,7 +327,7 @@ _forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
 
 def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
     """The compiled forward of a module, the same as long as the module lives: what was captured serves again."""
-    function: Any = type(module).forward
+    function: Any = type(module).forward if is_whole else divisible(module)
     known = _forwards[is_whole].get(module)
     if known is None or known.function is not function or known.is_exhausted:
         known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
