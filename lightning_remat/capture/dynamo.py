@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
@@ -67,6 +68,8 @@ _SETTINGS: dict[str, Any] = {
 
 if torch.__version__ < "2.13":  # a parameter that is frozen meanwhile would not be seen
     _SETTINGS["skip_tensor_guards_with_matching_dict_tags"] = False
+
+_FUNCTIONS_OF_TENSORS = cast(Any, Tensor).__torch_function__.__func__, cast(Any, nn.Parameter).__torch_function__
 
 _MOST_GRAPHS = 16
 """Of one module, before it is captured no more."""
@@ -159,17 +162,20 @@ class CompiledForward:
             context.callback = _Capturing(capture, partial(self._capturing, are_hooks_guarded=are_hooks_guarded))
         return context(types.FunctionType(code, names))
 
-    def _backend(self, module: fx.GraphModule, _examples: list[Any]) -> Callable[..., Any]:
+    def _backend(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         if self.is_whole:
             refuse_values(module.graph)
         if self.has_hooks:
             replace_module_hooks(module.graph)
             module.recompile()
         _put_inputs_first(module.graph)
-        return partial(self._called, CapturedGraph(module, self._local.code))
+        is_inlined = any(map(_has_functions_of_its_own, examples))
+        return partial(self._called, CapturedGraph(module, self._local.code), is_inlined)
 
-    def _called(self, graph: CapturedGraph, *values: Any) -> Any:
-        return self._local.call[0](graph, list(values))
+    def _called(self, graph: CapturedGraph, is_inlined: bool, *values: Any) -> Any:
+        # What subclasses have in place of functions is in the graph: torch 2.11 would call it once more.
+        with torch._C.DisableTorchFunctionSubclass() if is_inlined else nullcontext():
+            return self._local.call[0](graph, list(values))
 
     @contextmanager
     def _capturing(self, code: types.CodeType, *, are_hooks_guarded: bool) -> Generator[None]:
@@ -256,6 +262,14 @@ class CompiledForward:
         finally:
             random.setstate(python_state)
         raise CaptureError("it computes nothing", None)
+
+
+def _has_functions_of_its_own(value: Any) -> bool:
+    """Whether what is in the graph stands for functions of a subclass; one that wraps others is called there."""
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    given = cast(Any, type(value)).__torch_function__
+    return getattr(given, "__func__", given) not in _FUNCTIONS_OF_TENSORS
 
 
 def _put_inputs_first(graph: fx.Graph) -> None:

@@ -67,6 +67,7 @@ def hook(module: nn.Sequential) -> None:
 @pytest.mark.parametrize("make", [plain_sequence, named])
 @pytest.mark.parametrize("change", [append, remove, exchange, hook])
 def test_a_sequence_is_divided_and_may_change(make: Callable[[], Any], change: Callable[[Any], None]) -> None:
+    torch.compiler.reset()  # torch 2.11 counts captures of all modules of a class together
     module = make()
     plain = copy.deepcopy(module)
     plan = rematerialize(module, X, memory_budget="85%", planner="periodic")
