@@ -157,7 +157,8 @@ class CompiledForward:
         code = _template.__code__.replace(co_name=name, co_qualname=qualified_name)
         names = {"captured_forward": self.function, "__name__": __name__, "__builtins__": __builtins__}
         options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
-        context: Any = torch._dynamo.optimize(self._backend, nopython=self.is_whole, **options)
+        with config.patch(compiled_autograd=False):  # a backward within the forward is no code that users compile
+            context: Any = torch._dynamo.optimize(self._backend, nopython=self.is_whole, **options)
         if (capture := getattr(context, "callback", None)) is not None:  # else TorchDynamo is switched off
             context.callback = _Capturing(capture, partial(self._capturing, are_hooks_guarded=are_hooks_guarded))
         return context(types.FunctionType(code, names))

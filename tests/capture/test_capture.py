@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,3 +233,30 @@ def test_an_operation_that_looks_at_values_is_named() -> None:
     message = r"^istft asks for the values[^\n]*test_capture.py:\d+\)\. Remedy[^\n]*$"
     with pytest.raises(TraceError, match=message):
         trace(Heard(), torch.randn(2, 5, 6, 2), torch.hann_window(8))
+
+
+class Breaks(nn.Module):
+    """Looks at values, so that it is captured in pieces, and at later steps as others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*_layers(), nn.Linear(8, 8)) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        return self.second(x * (x.detach().mean().item() if self.calls % 2 else self.calls))
+
+
+def _layers() -> list[nn.Module]:
+    return [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh())]
+
+
+def test_backwards_that_users_have_compiled_are_those_of_their_code() -> None:
+    """What is profiled in a step has a backward within a forward, for which this step waited."""
+    module, x = Breaks(), torch.randn(64, 8)
+    plain = copy.deepcopy(module)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert rematerialize(module, x, memory_budget="85%", planner="periodic").num_recomputed
+        assert_equal_traces(traces(plain, [x, x, x[:7]]), traces(module, [x, x, x[:7]]))
