@@ -70,7 +70,7 @@ class _Rewritten:
         self._num_breaks = 0
         self.watch, self.ran = cast("Watch | None", None), set[Program]()
         self._compiler: StretchCompiler | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what profiles one graph may run another one
         # Of each graph by the extents of what comes in: one that runs at several sizes has a plan for each.
         self.programs: dict[CapturedGraph, dict[tuple[int, ...], Program | None]] = {}
         for program, part in parts:
