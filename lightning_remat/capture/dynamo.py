@@ -60,6 +60,7 @@ _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # LSTM and GRU are operations like others
     "enable_dynamo_decompositions": False,  # `add_(x, alpha=0.1)` as two operations has other bits
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is an input once it has changed
+    "use_graph_deduplication": False,  # what repeats would be a graph within the graph
     "optimize_ddp": False,  # an eager backward needs no division at DDP's buckets
     "automatic_dynamic_local_pgo": False,  # what another run of this program saw decides nothing here
     "skip_nnmodule_hook_guards": False,  # a hook registered later still fires

@@ -253,10 +253,12 @@ def _layers() -> list[nn.Module]:
     return [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh())]
 
 
-def test_backwards_that_users_have_compiled_are_those_of_their_code() -> None:
-    """What is profiled in a step has a backward within a forward, for which this step waited."""
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["compiled_autograd", "caching_precompile", "use_graph_deduplication"])
+def test_what_users_set_for_their_compiled_code_is_not_for_ours(setting: str) -> None:
+    """With the former two, what is profiled in a step ran code that was captured, for which this step waited."""
     module, x = Breaks(), torch.randn(64, 8)
     plain = copy.deepcopy(module)
-    with torch._dynamo.config.patch(compiled_autograd=True):
+    with torch._dynamo.config.patch({setting: True}):
         assert rematerialize(module, x, memory_budget="85%", planner="periodic").num_recomputed
         assert_equal_traces(traces(plain, [x, x, x[:7]]), traces(module, [x, x, x[:7]]))
