@@ -95,6 +95,7 @@ def stored() -> nn.Sequential:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(stored, Tensor), *itertools.product([layers, scaled], [Tensor, Named, tv_tensors.Mask])],
@@ -166,6 +167,7 @@ class Twice(Deep):
             return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Counts, Twice])
 @pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
