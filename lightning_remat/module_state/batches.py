@@ -93,7 +93,7 @@ def detached(batch: Any) -> Any:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    kind, new = type(tensor), tensor.detach()
+    kind, new = type(tensor), tensor.detach()  # a mere tensor, of some subclasses
     if type(new) is Tensor and not issubclass(kind, nn.Parameter):
         new = new.as_subclass(kind)
     for name, value in vars(tensor).items():

@@ -42,8 +42,6 @@ _CONTAINERS = (dict, list, set, deque, tuple, bytearray, array)
 _RECORDED = (torch.strided, torch.sparse_coo)
 """Layouts of tensors whose values are put back."""
 
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
-
 _ABSENT = object()
 
 _C_DATA: tuple[Any, ...] = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structure)
@@ -248,12 +246,12 @@ class Recorder:
 
     def _add_parts(self, tensor: Tensor, *, with_value: bool) -> None:
         """The value of a tensor and its attributes, which are where one that wraps others has them."""
-        is_fake, wrapped = isinstance(tensor, FakeTensor), set[str]()
-        if not (is_fake or type(tensor) in _PLAIN_TENSORS or hasattr(tensor, "_local_tensor")):
-            wrapped = {*tensor.__tensor_flatten__()[0]} if is_traceable_wrapper_subclass(tensor) else wrapped
+        wrapped = set[str]()
+        if is_traceable_wrapper_subclass(tensor) and local_part(tensor) is tensor:
+            wrapped = {*tensor.__tensor_flatten__()[0]}
         if with_value and not wrapped:
             self.undo.append(_value_undo(tensor))
-        if not is_fake:  # which has others of its own
+        if not isinstance(tensor, FakeTensor):  # which has others of its own
             attributes = vars(tensor)
             self._add_content(attributes, dict(attributes), attributes.update)
             self._add_all(value for name, value in attributes.items() if with_value or name not in wrapped)

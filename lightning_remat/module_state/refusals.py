@@ -1,4 +1,4 @@
-"""Modules whose forward must not be rewritten, and why."""
+"""Modules whose forward must not be rewritten, or must run plain at the moment, and why."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def mode_in_the_way() -> str | None:
     found = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     modes = (_C._get_dispatch_stack_at(k) for k in range(_C._len_torch_dispatch_stack()))
     found += [mode for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
-    return (
-        f"{type(found[0]).__name__} is active, under which TorchDynamo captures nothing that may run" if found else None
-    )
+    if not found:
+        return None
+    return f"{type(found[0]).__name__} is active, under which TorchDynamo captures nothing that may run"

@@ -24,7 +24,7 @@ from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
 from ..module_state.batches import as_new, cut_from_history, tensors_held
 from ..module_state.nesting import extents_of, flatten, tensors_in
-from ..module_state.refusals import in_the_way
+from ..module_state.refusals import in_the_way, mode_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, View
@@ -292,10 +292,9 @@ def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return forward_of(module, is_whole=False).call(run, module, args, kwargs)
-    except CaptureError:  # before anything has run: it stays as it is
+    if mode_in_the_way() is not None:  # nothing is captured
         return cast(Any, type(module)).forward(module, *args, **kwargs)
+    return forward_of(module, is_whole=False).call(run, module, args, kwargs)
 
 
 def _names(frames: Sequence[_Frame], names: Mapping[nn.Module, str]) -> Iterator[str]:

@@ -23,10 +23,9 @@ from lightning_remat.batch_search.plain_trial import PlainTrial
 from lightning_remat.reports.result import Result
 from lightning_remat.trainer.lightning_step import LightningTrial
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning", "ignore:.*(treespec|LeafSpec|isinstance).*"
+)
 
 
 def search(root: Path, module: Any = None, fit: Any = None, **options: Any) -> tuple[Result, Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,32 +232,3 @@ def test_an_operation_that_looks_at_values_is_named() -> None:
     message = r"^istft asks for the values[^\n]*test_capture.py:\d+\)\. Remedy[^\n]*$"
     with pytest.raises(TraceError, match=message):
         trace(Heard(), torch.randn(2, 5, 6, 2), torch.hann_window(8))
-
-
-class Breaks(nn.Module):
-    """Looks at values, so that it is captured in pieces, and at later steps as others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Sequential(*_layers(), nn.Linear(8, 8)) for _ in range(2))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.first(x)
-        return self.second(x * (x.detach().mean().item() if self.calls % 2 else self.calls))
-
-
-def _layers() -> list[nn.Module]:
-    return [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["compiled_autograd", "caching_precompile", "use_graph_deduplication"])
-def test_what_users_set_for_their_compiled_code_is_not_for_ours(setting: str) -> None:
-    """With the former two, what is profiled in a step ran code that was captured, for which this step waited."""
-    module, x = Breaks(), torch.randn(64, 8)
-    plain = copy.deepcopy(module)
-    with torch._dynamo.config.patch({setting: True}):
-        assert rematerialize(module, x, memory_budget="85%", planner="periodic").num_recomputed
-        assert_equal_traces(traces(plain, [x, x, x[:7]]), traces(module, [x, x, x[:7]]))

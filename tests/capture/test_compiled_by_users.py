@@ -112,3 +112,32 @@ def test_steps_are_those_of_the_compiled_methods_of_an_object(between: Callable[
 def test_of_a_module_that_is_compiled_itself_it_is_said() -> None:
     with pytest.raises(TraceError, match="CompiledForward holds a compiled part"):
         rematerialize(CompiledForward(), X, memory_budget="80%")
+
+
+class Breaks(nn.Module):
+    """Looks at values, so that it is captured in pieces, and at later steps as others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*_layers(), nn.Linear(8, 8)) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        return self.second(x * (x.detach().mean().item() if self.calls % 2 else self.calls))
+
+
+def _layers() -> list[nn.Module]:
+    return [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["compiled_autograd", "caching_precompile", "use_graph_deduplication"])
+def test_what_users_set_for_their_compiled_code_is_not_for_ours(setting: str) -> None:
+    """With the former two, what is profiled in a step ran code that was captured, for which this step waited."""
+    module, x = Breaks(), torch.randn(64, 8)
+    plain = copy.deepcopy(module)
+    with torch._dynamo.config.patch({setting: True}):
+        assert rematerialize(module, x, memory_budget="85%", planner="periodic").num_recomputed
+        assert_equal_traces(traces(plain, [x, x, x[:7]]), traces(module, [x, x, x[:7]]))
