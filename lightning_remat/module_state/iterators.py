@@ -10,6 +10,7 @@ from collections.abc import Callable, MutableSequence
 from typing import Any, NamedTuple, Self, cast
 
 from .batches import as_new, record_values, tensors_held
+from .containers import items_of, write_into
 from .random_state import RandomState
 
 _Count: Any = itertools.count
@@ -108,8 +109,8 @@ def iterators_undo(
     places: list[tuple[Any, Any]] = []
     counts: list[tuple[Any, Any, Any]] = []
     others: list[tuple[Any, Rewindable]] = []
-    slots: Any = holder
-    for name, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+    write = write_into(holder)
+    for name, value in items_of(holder):
         if isinstance(value, _WITH_PLACE):
             if len(found := value.__reduce__()) == 3:
                 places.append((value, found[2]))
@@ -118,7 +119,8 @@ def iterators_undo(
         elif hasattr(cast(Any, type(value)), "__next__") and not isinstance(value, io.IOBase):
             source: Any = value.source if isinstance(value, Rewindable) else value
             own = value if isinstance(value, Rewindable) else Rewindable(value)
-            slots[name] = rewindable = known.setdefault(id(source), own)
+            rewindable = known.setdefault(id(source), own)
+            write(name, rewindable)
             rewindable.begin()
             others.append((name, rewindable))
 
@@ -127,9 +129,9 @@ def iterators_undo(
             iterator.__setstate__(place)
         for name, count, twin in counts:
             if repr(count) != repr(twin):
-                slots[name] = twin
+                write(name, twin)
         for name, rewindable in others:
             rewindable.rewind()
-            slots[name] = rewindable.source if rewindable.is_untouched else rewindable
+            write(name, rewindable.source if rewindable.is_untouched else rewindable)
 
     return put_back

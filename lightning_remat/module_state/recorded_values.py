@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .batches import record_histories
+from .containers import content_of, put_back_content
 from .iterators import Rewindable, iterators_undo
 from .own_code import global_names, is_own_code
 from .plain_objects import LEFT_ALONE, is_plain
@@ -128,8 +129,8 @@ class Recorder:
         elif (source := generator_of(value)) is not None:
             self.undo.append(RandomState([source]).put_back)
         elif is_plain(value):
-            if hasattr(value, "__dict__"):
-                self.undo.append(iterators_undo(vars(value), self._rewindables))
+            if isinstance(state := getattr(value, "__dict__", None), dict):
+                self.undo.append(iterators_undo(state, self._rewindables))
             self._add_attributes(value)
         else:
             self._seen.pop(id(value))  # it may be added as a holder yet
@@ -137,8 +138,9 @@ class Recorder:
     def _add_attributes(self, holder: Any) -> None:
         state = getattr(holder, "__dict__", None)
         if isinstance(state, dict):
-            self._add_content(state, dict(state), state.update)
-            self._add_all(state.values())
+            content = content_of(state)
+            self.undo.append(partial(put_back_content, state, content))
+            self._add_all(content.values())
         kind = type(holder)
         if kind not in self._slots:
             self._slots[kind] = _slots(kind)
@@ -195,36 +197,25 @@ class Recorder:
             self._add(value)
 
     def _add_container(self, container: Any) -> None:
-        if isinstance(container, dict) and "__builtins__" in container:  # a file's names, to which captures add theirs
-            own = {name: value for name, value in container.items() if not str(name).startswith("__")}
-            self._add_names(container, own, container.__setitem__, container.__delitem__)
-            return
-        if container and isinstance(container, (dict, list, deque)):
-            self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
-        if isinstance(container, dict):
-            self._add_content(container, dict(container), container.update)
-            self._add_all(container.values())
-        elif isinstance(container, tuple):
+        if isinstance(container, tuple):
             self._add_all(tuple.__iter__(cast("tuple[Any, ...]", container)))  # whatever length a subclass tells
-        elif isinstance(container, set):
-            self._add_content(container, set(container), container.update)
         else:
-            self._add_content(container, list(container), container.extend)
-            if not isinstance(container, (bytearray, array)):
-                self._add_all(container)
+            self._add_content(container)
         if type(container) not in _CONTAINERS:
             self._add_attributes(container)
 
-    def _add_content(self, container: Any, before: Any, fill: Callable[[Any], object]) -> None:
-        def put_back() -> None:
-            if not _holds(container, before):
-                if isinstance(container, array):  # of which Python 3.11 clears none
-                    del container[:]
-                else:
-                    container.clear()
-                fill(before)
-
-        self.undo.append(put_back)
+    def _add_content(self, container: Any) -> None:
+        content = content_of(container)
+        if isinstance(container, dict) and "__builtins__" in content:  # a file's names, to which captures add theirs
+            own = {name: value for name, value in content.items() if not str(name).startswith("__")}
+            self._add_names(container, own, container.__setitem__, container.__delitem__)
+            return
+        if content and isinstance(container, (dict, list, deque)):
+            self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
+            content = content_of(container)
+        self.undo.append(partial(put_back_content, container, content))
+        if not isinstance(container, (bytearray, array)):
+            self._add_all(content.values() if isinstance(content, dict) else content)
 
     def _add_parameter(self, parameter: nn.Parameter) -> None:
         if not self._is_new(parameter):
@@ -253,7 +244,7 @@ class Recorder:
             self.undo.append(_value_undo(tensor))
         if not isinstance(tensor, FakeTensor):  # which has others of its own
             attributes = vars(tensor)
-            self._add_content(attributes, dict(attributes), attributes.update)
+            self.undo.append(partial(put_back_content, attributes, dict(attributes)))
             self._add_all(value for name, value in attributes.items() if with_value or name not in wrapped)
 
     def _add_array(self, values: np.ndarray[Any, Any]) -> None:
@@ -330,15 +321,3 @@ def _slots(kind: type) -> list[str]:
         names = [slots] if isinstance(slots, str) else list(slots)
         found += [n for n in names if n not in ("__dict__", "__weakref__") and not n.startswith("__")]
     return found
-
-
-def _holds(container: Any, before: Any) -> bool:
-    """Whether the very same things are in a container as before."""
-    if len(container) != len(before):
-        return False
-    if isinstance(before, dict):
-        pairs = zip(container.items(), before.items(), strict=True)
-        return all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
-    if isinstance(before, set):
-        return all(item in container for item in before)
-    return all(a is b for a, b in zip(container, before, strict=True))
