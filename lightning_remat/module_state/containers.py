@@ -16,7 +16,7 @@ from typing import Any, cast
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray, array)
-"""The types that containers are of, or derived from; the first one is meant."""
+"""The types that containers are of, or derived from; whose methods are called is the nearest one."""
 
 
 def content_of(container: Any) -> Any:

@@ -205,14 +205,14 @@ class Recorder:
             self._add_attributes(container)
 
     def _add_content(self, container: Any) -> None:
-        content = content_of(container)
-        if isinstance(container, dict) and "__builtins__" in content:  # a file's names, to which captures add theirs
-            own = {name: value for name, value in content.items() if not str(name).startswith("__")}
+        if isinstance(container, dict) and dict.__contains__(container, "__builtins__"):
+            # A file's names, to which captures add theirs.
+            own = {name: value for name, value in content_of(container).items() if not str(name).startswith("__")}
             self._add_names(container, own, container.__setitem__, container.__delitem__)
             return
-        if content and isinstance(container, (dict, list, deque)):
+        if isinstance(container, (dict, list, deque)):
             self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
-            content = content_of(container)
+        content = content_of(container)
         self.undo.append(partial(put_back_content, container, content))
         if not isinstance(container, (bytearray, array)):
             self._add_all(content.values() if isinstance(content, dict) else content)

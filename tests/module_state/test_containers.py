@@ -61,6 +61,8 @@ class Bounded(deque[int]):
 
 
 class Loud(set[int]):
+    """Is written to by `add` alone."""
+
     clear = update = _refuse  # pyright: ignore
 
 
