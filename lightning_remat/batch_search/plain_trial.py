@@ -32,6 +32,7 @@ from ..plans.step_memory import Surroundings
 from ..regions.calls import View
 from ..regions.footprint import alive_bytes, held_tensors, optimizer_footprint, optimizer_tensors, outside_bytes
 from ..regions.gathering import gathering_of
+from ..regions.handed_on import handed_on
 from ..regions.look_through import NoCallError, look_through
 from ..reports.report import draw_plots, write_report
 from ..reports.result import Result
@@ -207,6 +208,7 @@ class PlainTrial:
             seconds=optimizer.step_seconds,
             gathering=gathering_of(view, self.gather_bandwidth),
             order=view.order,
+            handed_on=handed_on(self.module, view, batch),
         )
 
     def measure(self, batch_size: int, *, with_scratch: bool) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ..plans.step_memory import Surroundings
+from ..plans.step_memory import HandedOn, Surroundings
 from ..schedules.graph import Graph, Node, fields_in
 
 
@@ -110,7 +110,17 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         is_accumulating=large.is_accumulating,
         seconds=line.seconds(small.seconds, large.seconds, size),
         gathering=large.gathering,
+        handed_on=_handed_on(line, small.handed_on, large.handed_on, size),
         order=large.order,
+    )
+
+
+def _handed_on(line: Line, small: HandedOn, large: HandedOn, size: int) -> HandedOn:
+    during = zip(small.during_bytes, large.during_bytes, strict=True)
+    passing = zip(small.passing_bytes, large.passing_bytes, strict=True)
+    return HandedOn(
+        tuple(line.through(a, b).signed(size) for a, b in during),
+        tuple(line.through(a, b)(size) for a, b in passing),
     )
 
 

@@ -51,6 +51,9 @@ def choose(
         The options, and the surroundings with the units as chosen.
     """
     known: dict[Graph, Graph] = {}
+    passing: dict[str, int] = {}  # of the call into which the most comes
+    for key, size in zip(keys, surroundings.handed_on.passing(len(keys)), strict=True):
+        passing[key] = max(size, passing.get(key, 0))
     asked = tuple(sorted(options.items()))
 
     def asking(graph: Graph) -> Asking:
@@ -59,16 +62,20 @@ def choose(
         start = owning_nothing(like[graph]) if graph in like else alike
         return Asking(alike, planner, surroundings.keeps_gradients, asked, start)
 
-    def menu(graph: Graph) -> list[Option]:
-        return [replace(option, graph=graph) for option in options_of(asking(graph))]
+    def of_region(key: str, graph: Graph, option: Option) -> Option:
+        peaks = option.peaks.reading(passing[key], recomputes=option.schedule.recomputes)
+        return replace(option, graph=graph, peaks=peaks)
+
+    def menu(key: str, graph: Graph) -> list[Option]:
+        return [of_region(key, graph, option) for option in options_of(asking(graph))]
 
     def answer(key: str, peak_bytes: int, held_bytes: int) -> Option | None:
-        rest_bytes = max(0, peak_bytes - held_bytes)
-        found = ((graph, asking(graph).answer(peak_bytes, rest_bytes)) for graph in ways[key])
-        told = [replace(option, graph=graph) for graph, option in found if option is not None]
+        rest_bytes, own_bytes = max(0, peak_bytes - held_bytes), max(1, peak_bytes - passing[key])
+        found = ((graph, asking(graph).answer(own_bytes, rest_bytes)) for graph in ways[key])
+        told = [of_region(key, graph, option) for graph, option in found if option is not None]
         return min(told, key=lambda option: option.seconds, default=None)
 
-    menus = {key: [option for graph in graphs for option in menu(graph)] for key, graphs in ways.items()}
+    menus = {key: [option for graph in graphs for option in menu(key, graph)] for key, graphs in ways.items()}
     search = _Search([(key, ways[key][0]) for key in keys], menus, surroundings)
     units = frozenset(search.prices)
     starts = [(units, True)]

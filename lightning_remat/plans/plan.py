@@ -190,8 +190,8 @@ class StepPlan:
     @property
     def timeline(self) -> Timeline:
         """The planned step."""
-        costs = [RegionCost(k, self.plans[k].graph, self.plans[k].schedule) for k in self.keys]
-        return step_timeline(costs, self.surroundings)
+        made = {k: (p.graph, p.schedule) for k, p in self.plans.items()}
+        return step_timeline(_calls(self.keys, made, self.surroundings), self.surroundings)
 
     @property
     def plain_timeline(self) -> Timeline:
@@ -293,8 +293,15 @@ class StepPlan:
 
 def plain_timeline(keys: Sequence[str], graphs: dict[str, Graph], surroundings: Surroundings) -> Timeline:
     """The step with every region as autograd runs it, and every unit as the user has set it."""
-    schedules = {k: keep_everything(g) for k, g in graphs.items()}
-    return step_timeline([RegionCost(k, graphs[k], schedules[k]) for k in keys], surroundings.plain)
+    made = {k: (g, keep_everything(g)) for k, g in graphs.items()}
+    return step_timeline(_calls(keys, made, surroundings), surroundings.plain)
+
+
+def _calls(
+    keys: Sequence[str], made: Mapping[str, tuple[Graph, Schedule]], surroundings: Surroundings
+) -> list[RegionCost]:
+    passing = surroundings.handed_on.passing(len(keys))
+    return [RegionCost(key, *made[key], size) for key, size in zip(keys, passing, strict=True)]
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:
@@ -317,11 +324,13 @@ def joined(calls: Sequence[tuple[str, Plan]], surroundings: Surroundings) -> tup
         first = forward_length(made.schedule, len(made.graph.nodes))
         parts |= {call: actions[:first], ~call: actions[first:]}
     own = {key: made.graph for key, made in calls}
+    between = surroundings.handed_on
+    around = surroundings.resident_bytes + max(between.during(len(calls))) + max(between.passing(len(calls)))
     return (
         Graph(
             tuple(nodes),
             input_bytes=sum(made.graph.input_bytes for _, made in calls),
-            static_bytes=max(0, surroundings.resident_bytes + sum(g.static_bytes for g in own.values())),
+            static_bytes=max(0, around + sum(g.static_bytes for g in own.values())),
             outputs=tuple(outputs),
         ),
         Schedule(tuple(action for turn in surroundings.turns(len(calls)) for action in parts[turn])),

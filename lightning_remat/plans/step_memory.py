@@ -17,6 +17,34 @@ from .gathering import Beside, Gathering, beside_calls
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOn:
+    """What comes into the calls of a step and leaves them, which is neither its batch nor a parameter nor a buffer.
+
+    Attributes:
+        during_bytes: What is alive of it during each forward and backward, in the order in which they run, less what
+            is told of the call, and what calls count as held that has gone; may be negative. Empty where there is none.
+        passing_bytes: Of each call, what comes into it that nothing saves: it is alive during the call's forward, and
+            goes on living until its backward where something is recomputed from it. Empty where there is none.
+    """
+
+    during_bytes: tuple[int, ...] = ()
+    passing_bytes: tuple[int, ...] = ()
+
+    def during(self, num_calls: int) -> tuple[int, ...]:
+        """`during_bytes` of a step of so many calls."""
+        return self.during_bytes or (0,) * (2 * num_calls)
+
+    def passing(self, num_calls: int) -> tuple[int, ...]:
+        """`passing_bytes` of a step of so many calls."""
+        return self.passing_bytes or (0,) * num_calls
+
+
+def turns_of(order: tuple[int, ...], num_calls: int) -> tuple[int, ...]:
+    """The order of the forwards and backwards of a step; see `Surroundings.order`."""
+    return order or (*range(num_calls), *(~k for k in reversed(range(num_calls))))
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What is alive on the device beside the rewritten regions.
 
@@ -32,6 +60,7 @@ class Surroundings:
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
         gathering: What sharded parameters add, where the regions' are: of those, no more than their shards count then
             among the regions' own.
+        handed_on: What comes into the regions and leaves them, beside the batch.
         order: Of a step with several backwards, in which order its calls run: a call's number stands for its forward,
             the number's complement (`~`) for its backward. Empty where all run forward, then backward in reverse.
     """
@@ -44,6 +73,7 @@ class Surroundings:
     is_alone: bool = False
     gathering: Gathering | None = None
     order: tuple[int, ...] = ()
+    handed_on: HandedOn = HandedOn()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Surroundings:
@@ -52,11 +82,13 @@ class Surroundings:
         if values.get("gathering") is not None:
             values["gathering"] = Gathering.from_dict(values["gathering"])
         values["order"] = tuple(values.get("order", ()))
+        between: dict[str, Any] = values.get("handed_on", {})
+        values["handed_on"] = HandedOn(**{name: tuple(figures) for name, figures in between.items()})
         return cls(**values)
 
     def turns(self, num_calls: int) -> tuple[int, ...]:
         """The order of a step of so many calls."""
-        return self.order or (*range(num_calls), *(~k for k in reversed(range(num_calls))))
+        return turns_of(self.order, num_calls)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -81,11 +113,13 @@ class RegionCost:
         key: Names the region; two calls of one module share parameters and bear one key.
         graph: Its operations.
         schedule: What is run, kept, discarded and recomputed.
+        passing_bytes: As of `HandedOn`.
     """
 
     key: str
     graph: Graph
     schedule: Schedule
+    passing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +133,7 @@ class Timeline:
         optimizer_step_bytes: The peak of the optimizer's step, which follows.
         gradient_bytes: Of what `memory_bytes` counts, gradients of parameters: of the step before, then those that have
             come. Where parameters are sharded, all that units under `fully_shard` hold: gathered ones and buffers too.
+        handed_on_bytes: Likewise, what comes into the regions beside the batch, as `HandedOn.during_bytes` tells it.
     """
 
     memory_bytes: tuple[int, ...]
@@ -106,6 +141,7 @@ class Timeline:
     num_forward: int
     optimizer_step_bytes: int
     gradient_bytes: tuple[int, ...]
+    handed_on_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -128,24 +164,27 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
     base, levels = _levels([(r.key, r.graph) for r in regions], surroundings)
     memory: list[int] = []
     gradients: list[int] = []
+    handed_on: list[int] = []
     seconds: list[float] = []
     num_forward, is_sharded = 0, surroundings.gathering is not None
     held = base  # and by the regions that have run, for their backward
-    for turn, beside in zip(turns, levels, strict=True):
+    for turn, beside, between in zip(turns, levels, surroundings.handed_on.during(len(regions)), strict=True):
         forward, backward, size = parts[max(turn, ~turn)]
         steps, before, after = (forward, 0, size) if turn >= 0 else (backward, size, 0)
         if turn >= 0:
             num_forward += len(steps) if len(memory) == num_forward else 0
         else:
             held -= size
-        first = len(memory)
-        memory.extend(beside.level_bytes + held + step.alive_bytes for step in steps)
-        memory[first] = max(memory[first], beside.before_bytes + held + before)
-        memory[-1] = max(memory[-1], beside.after_bytes + held + after)
+        first, there = len(memory), held + between
+        memory.extend(beside.level_bytes + there + step.alive_bytes for step in steps)
+        memory[first] = max(memory[first], beside.before_bytes + there + before)
+        memory[-1] = max(memory[-1], beside.after_bytes + there + after)
         gradients.extend(beside.level_bytes + (0 if is_sharded else step.gradient_bytes) for step in steps)
+        handed_on.extend([between] * len(steps))
         seconds.extend(step.seconds for step in steps)
         held += after
-    return Timeline(tuple(memory), tuple(seconds), num_forward, surroundings.optimizer_step_bytes, tuple(gradients))
+    figures = surroundings.optimizer_step_bytes, tuple(gradients), tuple(handed_on)
+    return Timeline(tuple(memory), tuple(seconds), num_forward, *figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +206,11 @@ class RegionPeaks:
         """Its peak."""
         return max(self.forward_bytes, self.backward_bytes)
 
+    def reading(self, passing_bytes: int, *, recomputes: bool) -> RegionPeaks:
+        """Those of a region into which so much comes that nothing saves, and from which it recomputes or not."""
+        later = passing_bytes if recomputes else 0
+        return RegionPeaks(self.forward_bytes + passing_bytes, self.backward_bytes + later, self.held_bytes + later)
+
 
 def region_peaks(region: RegionCost, is_accumulating: bool) -> RegionPeaks:
     """The peaks of a region by its schedule."""
@@ -185,7 +229,8 @@ class StepPeaks:
     def __init__(self, calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> None:
         base, levels = _levels(calls, surroundings)
         turns: Ints = np.array(surroundings.turns(len(calls)))
-        self._levels: Ints = base + np.array([[b.level_bytes, b.before_bytes, b.after_bytes] for b in levels]).T
+        between: Ints = base + np.array(surroundings.handed_on.during(len(calls)))
+        self._levels: Ints = between + np.array([[b.level_bytes, b.before_bytes, b.after_bytes] for b in levels]).T
         self._is_forward = turns >= 0
         self._call = np.maximum(turns, ~turns)
         self._place = np.argsort(np.where(self._is_forward, turns, len(calls) + self._call))
@@ -273,4 +318,8 @@ def _forward_and_backward(region: RegionCost, is_accumulating: bool) -> tuple[li
     come = accumulate(0 if is_accumulating or kind != "B" else graph.nodes[n].parameter_bytes for kind, n in actions)
     steps = [_Step(*step) for step in zip(memory, simulation.action_seconds, come, strict=True)]
     held = alive_after(graph, Schedule(actions[:first]), gradients=gradients) - static
+    if region.passing_bytes:
+        reads = len(steps) if region.schedule.recomputes else first
+        held += region.passing_bytes if region.schedule.recomputes else 0
+        steps[:reads] = (step._replace(alive_bytes=step.alive_bytes + region.passing_bytes) for step in steps[:reads])
     return steps[:first], steps[first:], held

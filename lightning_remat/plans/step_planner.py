@@ -90,7 +90,9 @@ def _planned_region(
         made = fastest_plan(ways, budget_bytes, planner, **options)
         return step.planned({key: replace(made, plain=plain.plain)})
 
-    budget = step.budget_bytes - step.surroundings.resident_bytes - step.surroundings.correction_bytes
+    around = step.surroundings
+    beside = around.resident_bytes + around.correction_bytes + min(around.handed_on.during(1))
+    budget = step.budget_bytes - beside
     try:
         for number in range(_MOST_ROUNDS):
             found = planned(budget)

@@ -23,6 +23,9 @@ from ..profiling.profiler import profile_arguments, profile_call
 from ..schedules.graph import Graph
 from .phases import Span, order_of
 from .profiles import kind_of, known_profile
+from .saved_between import Staying
+
+Returned = tuple[weakref.ref[torch.UntypedStorage], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Call:
         args: Positional arguments; tensors are detached and keep `requires_grad`.
         kwargs: Keyword arguments, likewise.
         ambient: The settings (autocast) under which it was called.
-        outputs: The storages that it returned; dead once nobody holds them.
+        outputs: The storages that it returned, dead once nobody holds them, and their bytes.
         part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
             graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
         tick: When it began, in the order of all that the step was seen to do.
@@ -48,7 +51,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ambient: Ambient
-    outputs: tuple[weakref.ref[torch.UntypedStorage], ...]
+    outputs: tuple[Returned, ...]
     part: Part | None = None
     tick: int = 0
     span: Span = field(default_factory=Span)
@@ -170,6 +173,7 @@ class View:
     Attributes:
         calls: The chosen calls, in order.
         saved_bytes: What the code outside these calls saves for its backward, what the calls hold or return apart.
+        staying: What the step saves and returns.
         moments: Of the units under `fully_shard`, in order.
         differentiates: Whether the step asked for derivatives of its own.
         is_outdated: Whether graphs that were captured meanwhile would have served calls before, too, so that the next
@@ -178,6 +182,7 @@ class View:
 
     calls: list[Call]
     saved_bytes: int
+    staying: Staying = field(default_factory=Staying)
     moments: tuple[Moment, ...] = ()
     differentiates: bool = False
     is_outdated: bool = False

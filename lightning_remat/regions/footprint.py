@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -99,10 +99,10 @@ def _zero_loss() -> Tensor:
 
 
 def outside_bytes(module: nn.Module, view: View, batch: Sequence[Tensor]) -> int:
-    """What is alive beside the regions of a step, less what these count more than once; may be negative.
+    """What is alive beside the regions throughout a step, less what these count besides; may be negative.
 
     That is parameters (with gradients), buffers and batch that no region holds, and what the code between the regions
-    saves.
+    saves. What else comes into the regions is not alive throughout: `handed_on` tells of that.
     """
     inside: list[Tensor] = []
     for call in view.calls:
@@ -112,22 +112,22 @@ def outside_bytes(module: nn.Module, view: View, batch: Sequence[Tensor]) -> int
     outside = _storages([*module.parameters(), *module.buffers(), *batch])
     gradients = _storages(parameters)
     owned = sum(size * (2 if key in gradients else 1) for key, size in outside.items() if key not in known)
-    return owned + view.saved_bytes - _counted_twice_bytes(view.calls)
+    return owned + view.saved_bytes - _counted_besides_bytes(view.calls, outside.keys())
 
 
-def _counted_twice_bytes(calls: Sequence[Call]) -> int:
-    """What the regions of a step count more than once when each counts its parameters, buffers and inputs.
+def _counted_besides_bytes(calls: Sequence[Call], throughout: Set[int]) -> int:
+    """What the regions of a step count when each counts its parameters, buffers and inputs, less what is there of them.
 
-    An input that another region returned is counted there; parameters and inputs may be shared.
+    Args:
+        calls: Of the regions.
+        throughout: Keys of the storages of parameters, buffers and batch.
     """
     regions = {call.name: call.module for call in calls}
     owned = [[*m.parameters(), *m.buffers()] for m in regions.values()]
-    seen = _storages(t for tensors in owned for t in tensors)
-    counted, distinct = sum(storage_bytes(tensors) for tensors in owned), sum(seen.values())
+    there = _storages(t for tensors in owned for t in tensors)
+    counted = sum(storage_bytes(tensors) for tensors in owned)
     for call in calls:
         inputs = _storages(tensors_held((call.args, call.kwargs)))
         counted += sum(inputs.values())
-        distinct += sum(size for key, size in inputs.items() if key not in seen)
-        seen |= inputs
-        seen |= {s._cdata: 0 for ref in call.outputs if (s := ref()) is not None}  # pyright: ignore[reportPrivateUsage]
-    return counted - distinct
+        there |= {key: size for key, size in inputs.items() if key in throughout}
+    return counted - sum(there.values())

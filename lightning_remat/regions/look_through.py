@@ -27,10 +27,10 @@ from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import in_the_way, mode_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
-from .calls import Call, Moment, Part, View
+from .calls import Call, Moment, Part, Returned, View
 from .chosen_modules import divided, resolved, submodules
 from .phases import Backwards, Span, alive_together
-from .saved_between import SavedBetween, bytes_beside
+from .saved_between import SavedBetween, Staying, bytes_beside
 from .transforms import hooks_outside_transforms
 
 _MOST_LOOKS = 4
@@ -147,6 +147,7 @@ def _look_through(
     backwards.begin()
     # Of each phase from one backward to the next.
     between = defaultdict[int, list[SavedBetween]](lambda: [SavedBetween(owned)])
+    staying = Staying()
 
     def saved_now() -> SavedBetween:
         """Where to note what is saved now: a call that turns out to be none that can be served is code between."""
@@ -198,8 +199,9 @@ def _look_through(
         return output
 
     def note(tensor: Tensor) -> Tensor | None:
-        returned = [storage for frame in top.children if frame.is_served for storage in frame.outputs]
+        returned = [storage for frame in top.children if frame.is_served for storage, _ in frame.outputs]
         saved_now().note(tensor, returned)
+        staying.note([tensor])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     def unpack(held: Tensor | None) -> Tensor:
@@ -224,7 +226,7 @@ def _look_through(
         undo.callback(frames.clear)
         undo.callback(top.children.clear)
         with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, unpack):
-            step()
+            staying.note(tensors_held(step()))
         chosen = _chosen(top, names, watched, modules, root)
         if not moments:
             phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
@@ -236,7 +238,7 @@ def _look_through(
                 between[frame.span.begun].append(frame.saved)
         saved_bytes = _saved_bytes([frame.span for frame in chosen], between, inputs)
     is_outdated = _is_overtaken(ran, begun)
-    return View(calls, saved_bytes, tuple(moments), differentiates=holds, is_outdated=is_outdated)
+    return View(calls, saved_bytes, staying, tuple(moments), differentiates=holds, is_outdated=is_outdated)
 
 
 def _is_overtaken(ran: Mapping[CapturedGraph, Hashable], begun: int) -> bool:
@@ -350,7 +352,7 @@ class _Frame:
         self.is_handed_on = False  # gets just what its caller got
         self.is_differentiable = self.is_served = False
         self.saved = SavedBetween(())
-        self.outputs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
+        self.outputs: tuple[Returned, ...] = ()
         self._output: Callable[[], Any] = lambda: None
         self.clock, self.tick = itertools.count(), 0
         self.span = Span()
@@ -381,7 +383,7 @@ class _Frame:
         tensors = tensors_held(output)
         self.is_differentiable = any(t.requires_grad for t in tensors)
         self.is_served = self.is_differentiable and (is_named or any(True for _ in self.module.parameters()))
-        self.outputs = tuple(weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
+        self.outputs = tuple((weakref.ref(s), s.nbytes()) for t in tensors if (s := tensor_storage(t)) is not None)
         if isinstance(output, Tensor):
             # Where the only call inside returned the very same tensor, this one does nothing of its own.
             inner = self.children[0]._output() if len(self.children) == 1 else None

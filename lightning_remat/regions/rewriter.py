@@ -34,6 +34,7 @@ from .chosen_modules import submodules
 from .fit import check_fit
 from .footprint import outside_bytes
 from .gathering import gathering_of, reshard_as_planned, units_in
+from .handed_on import handed_on
 from .look_through import look_through
 from .search import find_regions, is_exchanged, parts_of, profiled_out_of_place, programs_of
 from .step_run import WORTH_ANOTHER, beside_operations, infeasible_as_run, plain_step_peak, step_peak, untouched
@@ -106,9 +107,15 @@ def rewrite_regions(
         units=tuple(units_in(view)),
         left=regions.left,
     )
-    outside = outside_bytes(module, view, tensors_held((args, kwargs)))
-    gathering = gathering_of(view, bandwidth_of(module, gather_bandwidth))
-    around = Surroundings(max(all_ranks(module, outside)), 0, is_alone=True, gathering=gathering, order=view.order)
+    batch = tensors_held((args, kwargs))
+    around = Surroundings(
+        max(all_ranks(module, outside_bytes(module, view, batch))),
+        optimizer_step_bytes=0,
+        is_alone=True,
+        gathering=gathering_of(view, bandwidth_of(module, gather_bandwidth)),
+        order=view.order,
+        handed_on=first_rank(module, partial(handed_on, module, view, batch)),
+    )
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again
     if not is_sharded:
         parts = parts.measured(around)

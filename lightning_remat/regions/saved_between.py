@@ -1,4 +1,4 @@
-"""Bytes that the code between the regions of a step saves for its backward."""
+"""What a step saves for its backward: the code between its regions in bytes, all of it by its storages."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ class SavedBetween:
         if known is not None:  # it has died, and its place was taken
             self.gone_bytes += known[1]
         self.noted[key] = weakref.ref(storage), storage.nbytes()
+
+
+class Staying:
+    """The storages that a step saves for its backward or returns, wherever it makes them; none of them is held."""
+
+    def __init__(self) -> None:
+        # Of a storage there is one weak reference, which is known when the storage has died.
+        self._noted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of tensors."""
+        refs = (weakref.ref(s) for t in tensors if (s := tensor_storage(t)) is not None)
+        self._noted |= {id(ref): ref for ref in refs}
+
+    def __contains__(self, storage: weakref.ref[torch.UntypedStorage]) -> bool:
+        return id(storage) in self._noted
 
 
 def bytes_beside(parts: Sequence[SavedBetween], inputs: Iterable[Tensor]) -> int:

@@ -113,4 +113,5 @@ def _view(step: StepPlan, view: StepView) -> dict[str, Any]:
             "inputs": graph.input_bytes,
         },
         "gradients": view.timeline.gradient_bytes,
+        "handedOn": view.timeline.handed_on_bytes,
     }

@@ -143,7 +143,7 @@ def contents_at(step: StepPlan, view: StepView, position: int) -> Contents:
     around, total = step.surroundings, view.timeline.memory_bytes[position]
     model = sum(made.graph.static_bytes for made in step.plans.values())
     gradients = view.timeline.gradient_bytes[position]
-    inputs = view.plan.graph.input_bytes
+    inputs = view.plan.graph.input_bytes + view.timeline.handed_on_bytes[position]
     outside = around.resident_bytes + around.correction_bytes
     if outside < 0:  # what comes into a part of the step may be what another makes, and lives once
         inputs, outside = inputs + outside, 0

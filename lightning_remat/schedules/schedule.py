@@ -61,6 +61,11 @@ class Schedule:
         """How often each node runs, its first run included."""
         return Counter(node for kind, node in self.actions if kind == "F")
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a node runs more than once."""
+        return any(count > 1 for count in self.runs().values())
+
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """The schedule that `text` spells, as `str(schedule)` prints it.

@@ -41,6 +41,7 @@ from ..regions.footprint import (
     outside_bytes,
 )
 from ..regions.gathering import gathering_of
+from ..regions.handed_on import handed_on
 from ..regions.look_through import look_through
 from ..regions.phases import Backwards
 from . import ranks
@@ -210,6 +211,7 @@ class LightningTrial:
             is_accumulating=buckets.hold_gradients or self._num_accumulated(batch_size) > 1,
             gathering=gathering_of(view, self.gather_bandwidth),
             order=view.order,
+            handed_on=handed_on(self.module, view, batch),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )
 

@@ -12,11 +12,19 @@ import numpy as np
 import pytest
 
 from lightning_remat import Graph, InfeasibleBudgetError, Node, Schedule, simulate
-from lightning_remat.batch_search.scaling import Line, ScalableGraph
+from lightning_remat.batch_search.scaling import Line, ScalableGraph, scaled_surroundings
 from lightning_remat.lowering import lower_kept
 from lightning_remat.plans.plan import StepPlan
 from lightning_remat.plans.planner import plan
-from lightning_remat.plans.step_memory import RegionCost, StepPeaks, Surroundings, region_peaks, step_timeline
+from lightning_remat.plans.step_memory import (
+    HandedOn,
+    RegionCost,
+    StepPeaks,
+    Surroundings,
+    forward_length,
+    region_peaks,
+    step_timeline,
+)
 from lightning_remat.plans.step_planner import plan_step
 
 
@@ -123,8 +131,14 @@ def test_peaks_of_whole_calls_are_those_of_the_timeline(seed: int) -> None:
         turns.append(call)
         turns += [~k for k in range(call, -1, -1) if ~k not in turns and rng.random() < 0.3]
     turns += [~k for k in reversed(range(len(keys))) if ~k not in turns]
+    sizes = {key: rng.randrange(99) for key in keys}
+    handed_on = HandedOn(
+        during_bytes=tuple(rng.randrange(-50, 200) for _ in turns) if rng.random() < 0.5 else (),
+        passing_bytes=tuple(sizes[key] for key in keys),
+    )
     around = replace(AROUND, order=tuple(turns), is_accumulating=rng.random() < 0.3, is_alone=rng.random() < 0.3)
-    regions = [plain(key, graphs[key]) for key in keys]
+    around = replace(around, handed_on=handed_on)
+    regions = [replace(plain(key, graphs[key]), passing_bytes=sizes[key]) for key in keys]
     peaks = [region_peaks(region, around.keeps_gradients) for region in regions]
     figures = ([p.forward_bytes for p in peaks], [p.backward_bytes for p in peaks], [p.held_bytes for p in peaks])
     found = StepPeaks([(r.key, r.graph) for r in regions], around).of(*np.array(figures))
@@ -135,6 +149,50 @@ def test_peaks_of_whole_calls_are_those_of_the_timeline(seed: int) -> None:
     step = StepPlan(10**9, tuple(keys), plans, around)
     assert StepPlan.from_json(step.to_json()) == step
     assert len(step.as_plan("keep_all").schedule) == len(timeline.memory_bytes)
+
+
+def test_what_lies_between_calls_counts_while_it_is_alive() -> None:
+    graph = chain(2)
+    regions = [plain("a", graph), plain("b", graph)]
+    alone = step_timeline(regions, AROUND)
+    between = step_timeline(regions, replace(AROUND, handed_on=HandedOn((0, 30, -20, 0))))
+    one = len(alone.memory_bytes) // 4
+    added = [b - a for a, b in zip(alone.memory_bytes, between.memory_bytes, strict=True)]
+    assert added == [0] * 2 + [30] * 2 + [-20] * (2 * one - 2) + [0] * (2 * one - 2)
+    assert list(between.handed_on_bytes) == added
+    assert between.gradient_bytes == alone.gradient_bytes
+
+
+@pytest.mark.parametrize(("schedule", "recomputes"), [("F0 F1 B1 D1 B0 D0", False), ("F0 F1 D0 B1 F0 B0 D0 D1", True)])
+def test_who_recomputes_holds_its_inputs_until_its_backward(schedule: str, recomputes: bool) -> None:
+    graph = chain(2)
+    region = RegionCost("a", graph, Schedule.parse(schedule))
+    reads = replace(region, passing_bytes=70)
+    own, grown = (step_timeline([r, plain("b", graph)], AROUND).memory_bytes for r in (region, reads))
+    added = [b - a for a, b in zip(own, grown, strict=True)]
+    first = forward_length(region.schedule, 2)
+    assert added == [70] * first + [70 if recomputes else 0] * (len(added) - first)
+    assert region_peaks(region, False).reading(70, recomputes=recomputes) == region_peaks(reads, False)
+
+
+def test_a_region_is_not_recomputed_where_its_inputs_take_what_that_saves() -> None:
+    graphs = {"a": chain(4), "b": chain(4)}
+    around = replace(AROUND, handed_on=HandedOn(passing_bytes=(0, 10**4)))
+    plans = {key: plan(graph, 10**9, "keep_all") for key, graph in graphs.items()}
+    tight = StepPlan(10**9, ("a", "b"), plans, around).predicted_peak_bytes - 150
+    made = plan_step(["a", "b"], graphs, tight, "periodic", around)
+    assert made.predicted_peak_bytes <= tight
+    assert made.plans["a"].num_recomputed
+    assert not made.plans["b"].num_recomputed
+    with pytest.raises(InfeasibleBudgetError):
+        plan_step(["a", "b"], graphs, tight, "periodic", replace(around, handed_on=HandedOn((), (10**4, 10**4))))
+
+
+def test_what_lies_between_calls_grows_with_the_batch() -> None:
+    small, large = HandedOn((10, -10), (4, 0)), HandedOn((20, -20), (8, 0))
+    small_around, large_around = replace(AROUND, handed_on=small), replace(AROUND, handed_on=large)
+    found = scaled_surroundings(Line(1, 2), small_around, large_around, 3)
+    assert found.handed_on == HandedOn((30, -30), (12, 0))
 
 
 def test_optimizer_step_can_be_the_peak() -> None:

@@ -75,7 +75,8 @@ for (const view of Object.values(data.views)) {
   for (const [, , size, start, end] of view.stays) { alive[start] += size; alive[end] -= size; }
   for (let i = 1; i < alive.length; i++) alive[i] += alive[i - 1];
   view.parts = view.memory.map((total, i) => {
-    const known = [view.fixed.model, view.gradients[i], Math.max(0, view.fixed.outside), view.fixed.inputs, alive[i]];
+    const inputs = view.fixed.inputs + view.handedOn[i];
+    const known = [view.fixed.model, view.gradients[i], Math.max(0, view.fixed.outside), inputs, alive[i]];
     return [...known, Math.max(0, total - known.reduce((a, b) => a + b, 0))];
   });
   view.seconds = view.ends[view.ends.length - 1] || 1;

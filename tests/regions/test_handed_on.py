@@ -1,0 +1,107 @@
+"""What the calls of a step hand on to each other counts for as long as it lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import Plan, rematerialize
+
+ROWS, WIDTH = 256, 16
+SIZE = 4 * ROWS * WIDTH
+"""Bytes of an activation between blocks."""
+
+
+class Block(nn.Module):
+    """Saves neither what comes into it nor what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.scale
+        for _ in range(6):
+            y = (y + 0.1).exp()
+        return y + 1.0
+
+
+class Whole(nn.Module):
+    """A forward that TorchDynamo leaves alone, with blocks that it does not."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.between(x))
+        return x
+
+
+class Passing(Whole):
+    """What comes into a block nothing saves."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * 0.01
+
+
+class Saving(Whole):
+    """What comes into a block the code before it saves, what the block returns nothing."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return (x * 0.01).tanh()
+
+
+class Skipping(Whole):
+    """What the first blocks return is read by the last ones, too."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            x = block(x * 0.01)
+            kept.append(x)
+        for block in self.blocks[half:]:
+            x = block(x * 0.01 + kept.pop() * 0.01)
+        return x
+
+
+def planned(kind: type[Whole], budget: str) -> Plan:
+    torch.manual_seed(0)
+    return rematerialize(kind(), torch.randn(ROWS, WIDTH), memory_budget=budget, planner="periodic")
+
+
+@pytest.mark.parametrize("kind", [Passing, Saving, Skipping])
+@pytest.mark.parametrize("budget", ["70%", "80%", "90%"])
+def test_a_planned_step_needs_what_is_predicted(kind: type[Whole], budget: str) -> None:
+    made = planned(kind, budget)
+    assert made.num_recomputed
+    step: Any = made.step
+    # But for numbers and their gradients.
+    assert abs(step.plain_correction_bytes) < 100
+    assert abs(step.surroundings.correction_bytes) < 100
+
+
+def test_it_is_told_what_nothing_saves() -> None:
+    passing = planned(Passing, "75%").step
+    saving = planned(Saving, "75%").step
+    assert passing is not None
+    assert saving is not None
+    assert passing.surroundings.handed_on.passing_bytes == (SIZE,) * 4
+    # What is made of the batch has no gradient, for which something would be saved.
+    assert saving.surroundings.handed_on.passing_bytes == (SIZE, 0, 0, 0)
+    assert max(saving.surroundings.handed_on.during_bytes) > 0
+
+
+def test_a_stored_plan_knows_it() -> None:
+    made = planned(Passing, "75%")
+    assert Plan.from_json(made.to_json()) == made
