@@ -208,6 +208,7 @@ class PlainTrial:
             seconds=optimizer.step_seconds,
             gathering=gathering_of(view, self.gather_bandwidth),
             order=view.order,
+            over=view.over,
             handed_on=handed_on(self.module, view, batch),
         )
 

@@ -112,6 +112,7 @@ def scaled_surroundings(line: Line, small: Surroundings, large: Surroundings, si
         gathering=large.gathering,
         handed_on=_handed_on(line, small.handed_on, large.handed_on, size),
         order=large.order,
+        over=large.over,
     )
 
 

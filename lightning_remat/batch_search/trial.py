@@ -175,7 +175,7 @@ def model_step(trial: Trial, sizes: Sequence[int], *, with_scratch: bool) -> Ste
         keys.append(tuple(call.name for call in regions.view.calls))
         profiles.append(regions.profiled(with_scratch=with_scratch))
         around.append(trial.surroundings(regions.view, size))
-    if (keys[0], around[0].order) != (keys[-1], around[-1].order):
+    if (keys[0], around[0].order, around[0].over) != (keys[-1], around[-1].order, around[-1].over):
         raise ValueError(
             f"the training step calls {keys[0]} at batch size {sizes[0]} and {keys[1]} at {sizes[1]}, or makes its "
             "backwards in another order: give a fixed batch_size"

@@ -54,6 +54,7 @@ def choose(
     passing: dict[str, int] = {}  # of the call into which the most comes
     for key, size in zip(keys, surroundings.handed_on.passing(len(keys)), strict=True):
         passing[key] = max(size, passing.get(key, 0))
+    awaited = {key for k, key in enumerate(keys) if k not in surroundings.over}
     asked = tuple(sorted(options.items()))
 
     def asking(graph: Graph) -> Asking:
@@ -64,7 +65,7 @@ def choose(
 
     def of_region(key: str, graph: Graph, option: Option) -> Option:
         peaks = option.peaks.reading(passing[key], recomputes=option.schedule.recomputes)
-        return replace(option, graph=graph, peaks=peaks)
+        return replace(option, graph=graph, peaks=peaks if key in awaited else peaks.of_forward)
 
     def menu(key: str, graph: Graph) -> list[Option]:
         return [of_region(key, graph, option) for option in options_of(asking(graph))]

@@ -301,7 +301,7 @@ def _calls(
     keys: Sequence[str], made: Mapping[str, tuple[Graph, Schedule]], surroundings: Surroundings
 ) -> list[RegionCost]:
     passing = surroundings.handed_on.passing(len(keys))
-    return [RegionCost(key, *made[key], size) for key, size in zip(keys, passing, strict=True)]
+    return [RegionCost(key, *made[key], passing[k], k in surroundings.over) for k, key in enumerate(keys)]
 
 
 def _simulation(timeline: Timeline, seconds: float, recompute_seconds: float) -> Simulation:

@@ -60,6 +60,8 @@ class Surroundings:
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
         gathering: What sharded parameters add, where the regions' are: of those, no more than their shards count then
             among the regions' own.
+        over: The numbers of calls to which no backward comes, as what they return is detached. Their turns are those at
+            which this has been read, with which dies what they hold.
         handed_on: What comes into the regions and leaves them, beside the batch.
         order: Of a step with several backwards, in which order its calls run: a call's number stands for its forward,
             the number's complement (`~`) for its backward. Empty where all run forward, then backward in reverse.
@@ -73,6 +75,7 @@ class Surroundings:
     is_alone: bool = False
     gathering: Gathering | None = None
     order: tuple[int, ...] = ()
+    over: tuple[int, ...] = ()
     handed_on: HandedOn = HandedOn()
 
     @classmethod
@@ -81,7 +84,7 @@ class Surroundings:
         values: dict[str, Any] = dict(data)
         if values.get("gathering") is not None:
             values["gathering"] = Gathering.from_dict(values["gathering"])
-        values["order"] = tuple(values.get("order", ()))
+        values |= {name: tuple(values.get(name, ())) for name in ("order", "over")}
         between: dict[str, Any] = values.get("handed_on", {})
         values["handed_on"] = HandedOn(**{name: tuple(figures) for name, figures in between.items()})
         return cls(**values)
@@ -114,12 +117,14 @@ class RegionCost:
         graph: Its operations.
         schedule: What is run, kept, discarded and recomputed.
         passing_bytes: As of `HandedOn`.
+        is_over: Whether no backward comes to it.
     """
 
     key: str
     graph: Graph
     schedule: Schedule
     passing_bytes: int = 0
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +171,12 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
     gradients: list[int] = []
     handed_on: list[int] = []
     seconds: list[float] = []
-    num_forward, is_sharded = 0, surroundings.gathering is not None
+    num_forward, has_turned, is_sharded = 0, False, surroundings.gathering is not None
     held = base  # and by the regions that have run, for their backward
     for turn, beside, between in zip(turns, levels, surroundings.handed_on.during(len(regions)), strict=True):
         forward, backward, size = parts[max(turn, ~turn)]
         steps, before, after = (forward, 0, size) if turn >= 0 else (backward, size, 0)
-        if turn >= 0:
-            num_forward += len(steps) if len(memory) == num_forward else 0
-        else:
-            held -= size
+        held -= before
         first, there = len(memory), held + between
         memory.extend(beside.level_bytes + there + step.alive_bytes for step in steps)
         memory[first] = max(memory[first], beside.before_bytes + there + before)
@@ -183,6 +185,9 @@ def step_timeline(regions: Sequence[RegionCost], surroundings: Surroundings) -> 
         handed_on.extend([between] * len(steps))
         seconds.extend(step.seconds for step in steps)
         held += after
+        if turn >= 0 and not has_turned:
+            num_forward = len(memory)
+        has_turned |= turn < 0 and ~turn not in surroundings.over
     figures = surroundings.optimizer_step_bytes, tuple(gradients), tuple(handed_on)
     return Timeline(tuple(memory), tuple(seconds), num_forward, *figures)
 
@@ -205,6 +210,11 @@ class RegionPeaks:
     def most_bytes(self) -> int:
         """Its peak."""
         return max(self.forward_bytes, self.backward_bytes)
+
+    @property
+    def of_forward(self) -> RegionPeaks:
+        """Those of a region to which no backward comes."""
+        return RegionPeaks(self.forward_bytes, 0, self.held_bytes)
 
     def reading(self, passing_bytes: int, *, recomputes: bool) -> RegionPeaks:
         """Those of a region into which so much comes that nothing saves, and from which it recomputes or not."""
@@ -266,7 +276,8 @@ def _levels(calls: Sequence[tuple[str, Graph]], surroundings: Surroundings) -> t
         surroundings: What is alive beside all of them.
     """
     own = dict(calls)
-    grads = {key: gradient_bytes(graph) for key, graph in own.items()}
+    awaited = {key for k, (key, _) in enumerate(calls) if k not in surroundings.over}
+    grads = {key: gradient_bytes(graph) if key in awaited else 0 for key, graph in own.items()}
     base = surroundings.resident_bytes + surroundings.correction_bytes
     base += sum(graph.static_bytes for graph in own.values()) + sum(graph.input_bytes for _, graph in calls)
     accumulates = surroundings.is_accumulating
@@ -322,4 +333,6 @@ def _forward_and_backward(region: RegionCost, is_accumulating: bool) -> tuple[li
         reads = len(steps) if region.schedule.recomputes else first
         held += region.passing_bytes if region.schedule.recomputes else 0
         steps[:reads] = (step._replace(alive_bytes=step.alive_bytes + region.passing_bytes) for step in steps[:reads])
+    if region.is_over:
+        steps[first:] = [_Step(0, 0.0, 0)] * (len(steps) - first)
     return steps[:first], steps[first:], held

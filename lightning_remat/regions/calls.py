@@ -13,12 +13,14 @@ from torch import nn
 from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
+from ..measure.meter import tensor_storage
 from ..measure.tensor_bytes import storage_bytes
 from ..module_state.ambient import Ambient
 from ..module_state.batches import tensors_held
 from ..module_state.nesting import flatten
 from ..module_state.sharding import stand_ins
 from ..operations.operation import TracedModule
+from ..plans.step_memory import turns_of
 from ..profiling.profiler import profile_arguments, profile_call
 from ..schedules.graph import Graph
 from .phases import Span, order_of
@@ -44,6 +46,7 @@ class Call:
         tick: When it began, in the order of all that the step was seen to do.
         span: Between which backwards of the step it began, and waits for its own.
         within: The modules that it calls, of those that were watched.
+        is_over: Whether no backward comes to it, as its outputs are detached: what it saves dies with them.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Call:
     tick: int = 0
     span: Span = field(default_factory=Span)
     within: frozenset[nn.Module] = frozenset()
+    is_over: bool = False
 
     @property
     def is_divided(self) -> bool:
@@ -188,6 +192,30 @@ class View:
     is_outdated: bool = False
 
     @property
+    def over(self) -> tuple[int, ...]:
+        """The numbers of the calls to which no backward comes, as of `Surroundings.over`."""
+        return () if self.moments else tuple(k for k, call in enumerate(self.calls) if call.is_over)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """In which the calls run forward and backward, as `Surroundings.order` tells it."""
-        return () if self.moments else order_of([call.span for call in self.calls])
+        order = () if self.moments else order_of([call.span for call in self.calls])
+        if not self.over:
+            return order
+        turns = [turn for turn in turns_of(order, len(self.calls)) if ~turn not in self.over]
+        for k in reversed(self.over):
+            # What it holds dies with what it returned, or with what others have made of that, as the next may have.
+            readers = self._readers(k) or [k + 1 if k + 1 in self.over else k]
+            ends = [turns.index(~reader if reader in self.over and reader > k else reader) for reader in readers]
+            turns.insert(max(ends) + 1, ~k)
+        return tuple(turns)
+
+    def _readers(self, k: int) -> list[int]:
+        """The calls into which something comes that call `k` returned."""
+        returned = {id(ref) for ref, _ in self.calls[k].outputs}  # of a storage there is one weak reference
+
+        def reads(call: Call) -> bool:
+            storages = map(tensor_storage, tensors_held((call.args, call.kwargs)))
+            return any(id(weakref.ref(storage)) in returned for storage in storages if storage is not None)
+
+        return [reader for reader in range(k + 1, len(self.calls)) if reads(self.calls[reader])]

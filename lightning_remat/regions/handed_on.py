@@ -60,6 +60,9 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
             made = place[life.maker]
             add(-size, made, place[~life.maker] - 1)  # as the figures of its region have it
             add(size, made, max([made + 1, *reads]))
+        elif life.maker in view.over:  # and others save it
+            end = place[~life.maker] + 1
+            add(size, end, max([end - 1, *(place[~k] for k in life.readers)]))
         if not stays:
             for k in life.readers:
                 passing[k] += size

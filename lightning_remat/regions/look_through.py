@@ -30,7 +30,7 @@ from ..operations.saved_tensors import storage_keys
 from .calls import Call, Moment, Part, Returned, View
 from .chosen_modules import divided, resolved, submodules
 from .phases import Backwards, Span, alive_together
-from .saved_between import SavedBetween, Staying, bytes_beside
+from .saved_between import SavedBetween, Staying, most_bytes_between
 from .transforms import hooks_outside_transforms
 
 _MOST_LOOKS = 4
@@ -226,19 +226,25 @@ def _look_through(
         undo.callback(frames.clear)
         undo.callback(top.children.clear)
         with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, unpack):
-            staying.note(tensors_held(step()))
+            made = step()  # and with it what leads to it, which tells whose backward comes
+            staying.note(tensors_held(made))
         chosen = _chosen(top, names, watched, modules, root)
         if not moments:
             phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
             chosen = [frame for frame in chosen if frame.span.begun in phases]
         calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
         inputs = tensors_held([(call.args, call.kwargs) for call in calls])
-        for frame in top.children:
-            if not frame.is_served and frame.is_differentiable:
-                between[frame.span.begun].append(frame.saved)
-        saved_bytes = _saved_bytes([frame.span for frame in chosen], between, inputs)
-    is_outdated = _is_overtaken(ran, begun)
+        _note_unserved(top, between)
+        saved_bytes = most_bytes_between([frame.span for frame in chosen], between, inputs)
+    del chosen  # each of which holds what leads to the call before
+    calls, is_outdated = [replace(call, is_over=call.span.is_over) for call in calls], _is_overtaken(ran, begun)
     return View(calls, saved_bytes, staying, tuple(moments), differentiates=holds, is_outdated=is_outdated)
+
+
+def _note_unserved(top: _Frame, between: Mapping[int, list[SavedBetween]]) -> None:
+    for frame in top.children:
+        if not frame.is_served and frame.is_differentiable:
+            between[frame.span.begun].append(frame.saved)
 
 
 def _is_overtaken(ran: Mapping[CapturedGraph, Hashable], begun: int) -> bool:
@@ -259,12 +265,6 @@ def _is_overtaken(ran: Mapping[CapturedGraph, Hashable], begun: int) -> bool:
 def _kinds_of(values: list[Any]) -> Hashable:
     """Of the tensors among a graph's values, what is never another where it runs; numbers may be tensors, too."""
     return tuple((t.dtype, t.device, t.dim(), t.requires_grad) for t in tensors_in(values) if t.dim())
-
-
-def _saved_bytes(spans: Sequence[Span], between: Mapping[int, list[SavedBetween]], inputs: Sequence[Tensor]) -> int:
-    """What is saved between the calls, at most at once."""
-    phases = [bytes_beside(between[phase], inputs) for phase in {span.begun for span in spans} if phase in between]
-    return (max if all(span.begun == span.until for span in spans) else sum)([0, *phases])
 
 
 def _chosen(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import ge
@@ -16,7 +17,7 @@ from ..module_state.nesting import tensors_in
 from ..operations.saved_tensors import nodes_below
 
 _MARK = "lightning_remat.spans"
-"""Of what leads to the outputs of a call, the key to the call's span in a node's metadata."""
+"""Of what leads to the outputs of a call, the key to the call's span, and to its `_Leading`, in a node's metadata."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,10 +27,23 @@ class Span:
     Attributes:
         begun: How many had run before the call.
         until: How many had run before its own backward; as many as before the call where none was seen.
+        comes: Whether one was seen.
+        awaiting: What is alive as long as one may come.
     """
 
     begun: int = 0
     until: int = 0
+    comes: bool = False
+    awaiting: Callable[[], object | None] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward comes: of what the call returned nothing is left that leads to one."""
+        return not self.comes and self.awaiting() is None
+
+
+class _Leading:
+    """Lives as long as what leads to the outputs of a call."""
 
 
 class Backwards:
@@ -60,14 +74,16 @@ class Backwards:
     def awaited(self, span: Span, outputs: Iterable[Tensor]) -> None:
         """A call has returned what a backward will come in by."""
         nodes: set[Any] = {t.grad_fn for t in outputs if t.grad_fn is not None}
+        leading = _Leading()
+        span.awaiting = weakref.ref(leading)
         for node in nodes:
-            node.metadata.setdefault(_MARK, []).append(span)
+            node.metadata.setdefault(_MARK, []).append((span, leading))
             node.register_prehook(partial(self._comes_to, span))
 
     def asked(self, *args: Any, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any) -> None:
         """A backward runs with these arguments of `torch.autograd.backward`, or would run."""
         for node in nodes_below(tensors_in((args, kwargs))):
-            for span in node.metadata.get(_MARK, ()):
+            for span, _ in node.metadata.get(_MARK, ()):
                 self._comes_to(span)
         self.runs(retains_graph=create_graph if retain_graph is None else retain_graph)
 
@@ -76,7 +92,7 @@ class Backwards:
         self._one_more |= not retains_graph
 
     def _comes_to(self, span: Span, *_: Any) -> None:
-        span.until = self.num_run
+        span.until, span.comes = self.num_run, True
 
 
 def alive_together(calls: Iterable[tuple[Span, Hashable, Any, Any]]) -> set[int]:

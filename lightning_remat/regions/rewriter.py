@@ -114,6 +114,7 @@ def rewrite_regions(
         is_alone=True,
         gathering=gathering_of(view, bandwidth_of(module, gather_bandwidth)),
         order=view.order,
+        over=view.over,
         handed_on=first_rank(module, partial(handed_on, module, view, batch)),
     )
     del regions, view  # they hold the arguments of all calls, which the steps to be measured make again

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..measure.meter import tensor_storage
 from ..operations.saved_tensors import storage_key, storage_keys
+from .phases import Span
 
 
 class SavedBetween:
@@ -57,10 +58,18 @@ class Staying:
         return id(storage) in self._noted
 
 
-def bytes_beside(parts: Sequence[SavedBetween], inputs: Iterable[Tensor]) -> int:
+def _bytes_beside(parts: Sequence[SavedBetween], inputs: Iterable[Tensor]) -> int:
     """Bytes of all that was noted, once where several parts have noted it, and is no input of a call."""
     held = {id(s) for t in inputs if (s := tensor_storage(t)) is not None}
     # Of a storage that is alive there is one weak reference, which all parts share.
     noted = {id(storage): (storage, size) for part in parts for storage, size in part.noted.values()}
     there = sum(size for storage, size in noted.values() if id(storage()) not in held)
     return there + sum(part.gone_bytes for part in parts)
+
+
+def most_bytes_between(
+    spans: Sequence[Span], between: Mapping[int, list[SavedBetween]], inputs: Sequence[Tensor]
+) -> int:
+    """What is saved between the calls, at most at once."""
+    phases = [_bytes_beside(between[phase], inputs) for phase in {span.begun for span in spans} if phase in between]
+    return (max if all(span.begun == span.until for span in spans) else sum)([0, *phases])

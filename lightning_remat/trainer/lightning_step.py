@@ -211,6 +211,7 @@ class LightningTrial:
             is_accumulating=buckets.hold_gradients or self._num_accumulated(batch_size) > 1,
             gathering=gathering_of(view, self.gather_bandwidth),
             order=view.order,
+            over=view.over,
             handed_on=handed_on(self.module, view, batch),
             seconds=optimizer.step_seconds / max(1, self._num_accumulated(batch_size)),
         )

@@ -138,7 +138,11 @@ def test_peaks_of_whole_calls_are_those_of_the_timeline(seed: int) -> None:
     )
     around = replace(AROUND, order=tuple(turns), is_accumulating=rng.random() < 0.3, is_alone=rng.random() < 0.3)
     around = replace(around, handed_on=handed_on)
-    regions = [replace(plain(key, graphs[key]), passing_bytes=sizes[key]) for key in keys]
+    over = tuple(k for k in range(len(keys)) if rng.random() < 0.2)
+    around = replace(around, over=over)
+    regions = [
+        replace(plain(key, graphs[key]), passing_bytes=sizes[key], is_over=k in over) for k, key in enumerate(keys)
+    ]
     peaks = [region_peaks(region, around.keeps_gradients) for region in regions]
     figures = ([p.forward_bytes for p in peaks], [p.backward_bytes for p in peaks], [p.held_bytes for p in peaks])
     found = StepPeaks([(r.key, r.graph) for r in regions], around).of(*np.array(figures))
@@ -173,6 +177,19 @@ def test_who_recomputes_holds_its_inputs_until_its_backward(schedule: str, recom
     first = forward_length(region.schedule, 2)
     assert added == [70] * first + [70 if recomputes else 0] * (len(added) - first)
     assert region_peaks(region, False).reading(70, recomputes=recomputes) == region_peaks(reads, False)
+
+
+def test_what_no_backward_comes_to_is_held_until_its_turn_alone() -> None:
+    graph = chain(2)
+    regions = [replace(plain("a", graph), is_over=True), plain("b", graph)]
+    timeline = step_timeline(regions, replace(AROUND, order=(0, ~0, 1, ~1), over=(0,), is_alone=True))
+    fixed, half = 1000 + 2 * (40 + 20), len(timeline.memory_bytes) // 2
+    one = step_timeline([plain("b", graph)], replace(AROUND, is_alone=True))
+    assert timeline.memory_bytes[:2] == (fixed + 100, fixed + 200)
+    assert set(timeline.memory_bytes[3:half]) == {fixed}  # it makes no gradients
+    assert timeline.memory_bytes[half:] == tuple(40 + 20 + m for m in one.memory_bytes)
+    assert timeline.num_forward == half + 2
+    assert timeline.seconds[2:half] == (0.0,) * (half - 2)
 
 
 def test_a_region_is_not_recomputed_where_its_inputs_take_what_that_saves() -> None:
