@@ -194,7 +194,8 @@ class View:
     @property
     def over(self) -> tuple[int, ...]:
         """The numbers of the calls to which no backward comes, as of `Surroundings.over`."""
-        return () if self.moments else tuple(k for k, call in enumerate(self.calls) if call.is_over)
+        over = () if self.moments else tuple(k for k, call in enumerate(self.calls) if call.is_over)
+        return over if len(over) < len(self.calls) else ()  # of a step that hands out nothing no more is known
 
     @property
     def order(self) -> tuple[int, ...]:

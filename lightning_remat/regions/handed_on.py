@@ -46,6 +46,7 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
     """
     turns = turns_of(view.order, len(view.calls))
     place = {turn: position for position, turn in enumerate(turns)}
+    over = view.over
     during, passing = [0] * len(turns), [0] * len(view.calls)
 
     def add(num_bytes: int, first: int, last: int) -> None:
@@ -57,10 +58,10 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
         if life.maker is None:
             add(size, min(reads), max(place[~k] for k in life.readers) if stays else max(reads))
         elif not stays:
-            made = place[life.maker]
-            add(-size, made, place[~life.maker] - 1)  # as the figures of its region have it
-            add(size, made, max([made + 1, *reads]))
-        elif life.maker in view.over:  # and others save it
+            made, end = place[life.maker], place[~life.maker]
+            add(-size, made, end - 1)  # as the figures of its region have it
+            add(size, made, max([min(made + 1, end - 1), *reads]))
+        elif life.maker in over:  # and others save it
             end = place[~life.maker] + 1
             add(size, end, max([end - 1, *(place[~k] for k in life.readers)]))
         if not stays:

@@ -175,9 +175,9 @@ class LightningTrial:
                 self.batch_of(batch_size)
                 yield
 
-        def step() -> None:
+        def step() -> object:
             with without_optimization(trainer, backwards.asked), _told_apart():
-                run_training_step(trainer, self.batch_of(batch_size), index)
+                return run_training_step(trainer, self.batch_of(batch_size), index)
 
         def differentiating() -> None:
             with _told_apart():

@@ -117,6 +117,15 @@ def test_what_is_detached_is_held_no_longer(budget: str) -> None:
     assert Plan.from_json(made.to_json()) == made
 
 
+def test_what_one_call_returns_is_told_once() -> None:
+    torch.manual_seed(0)
+    made = rematerialize(Passing(1), torch.randn(ROWS, WIDTH), memory_budget="80%", planner="periodic")
+    assert made.step is not None
+    # Its input is told beside, its result is in the figures of its region until its backward, where there is another.
+    assert made.step.surroundings.handed_on.during_bytes == (0, 0)
+    assert abs(made.step.surroundings.correction_bytes) < 100
+
+
 def test_it_is_told_what_nothing_saves() -> None:
     passing = planned(Passing, "75%").step
     saving = planned(Saving, "75%").step
