@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from remat_runs import Classifier, run, seeded
 from torch import Tensor, nn
 
-from lightning_remat import Plan, rematerialize
+from lightning_remat import Plan, Rematerialization, find_batch_size, rematerialize
+from lightning_remat.reports.result import Result
 
 ROWS, WIDTH = 256, 16
 SIZE = 4 * ROWS * WIDTH
@@ -140,3 +144,51 @@ def test_it_is_told_what_nothing_saves() -> None:
 def test_a_stored_plan_knows_it() -> None:
     made = planned(Passing, "75%")
     assert Plan.from_json(made.to_json()) == made
+
+
+class Following(nn.Module):
+    """A network and the target that it follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.target = (
+            nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Sigmoid()))) for _ in range(2)
+        )
+
+    def loss(self, x: Tensor) -> Tensor:
+        target = self.target(x).detach()
+        return (self.net(x) - target).square().mean()
+
+
+class FollowingInTrainer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Following()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.loss(torch.randn(256, 32))
+
+
+def in_trainer(path: Path) -> Result:
+    callback = Rematerialization("periodic", memory_budget="90%", batch_size="keep")
+    run(path, seeded(FollowingInTrainer), callback, max_steps=1)
+    assert callback.result is not None
+    return callback.result
+
+
+def by_hand(path: Path) -> Result:
+    module = seeded(Following)
+    arguments: dict[str, Any] = {"planner": "periodic", "memory_budget": "90%", "batch_size": "keep"}
+    return find_batch_size(module, torch.randn(256, 32), module.loss, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
+@pytest.mark.parametrize("search", [in_trainer, by_hand])
+def test_a_step_with_a_target_is_predicted(search: Callable[[Path], Result], tmp_path: Path) -> None:
+    result = search(tmp_path)
+    assert result.step.num_recomputed
+    assert result.step.surroundings.over == (0,)
+    assert result.measured_peak_bytes is not None
+    assert result.measured_peak_bytes == pytest.approx(result.step.predicted_peak_bytes, rel=0.02)
