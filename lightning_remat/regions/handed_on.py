@@ -59,8 +59,8 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
             add(size, min(reads), max(place[~k] for k in life.readers) if stays else max(reads))
         elif not stays:
             made, end = place[life.maker], place[~life.maker]
-            add(-size, made, end - 1)  # as the figures of its region have it
-            add(size, made, max([min(made + 1, end - 1), *reads]))
+            add(-size, made, end)  # as the figures of its region have it, in its backward for a part of that
+            add(size, made, max([min(made + 1, end), *reads]))
         elif life.maker in over:  # and others save it
             end = place[~life.maker] + 1
             add(size, end, max([end - 1, *(place[~k] for k in life.readers)]))

@@ -147,13 +147,12 @@ def _look_through(
     backwards.begin()
     # Of each phase from one backward to the next.
     between = defaultdict[int, list[SavedBetween]](lambda: [SavedBetween(owned)])
-    staying = Staying()
 
     def saved_now() -> SavedBetween:
         """Where to note what is saved now: a call that turns out to be none that can be served is code between."""
         return between[backwards.before_now()][0] if len(frames) == 1 else frames[1].saved
 
-    moments: list[Moment] = []
+    staying, moments = Staying(), list[Moment]()
 
     def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
@@ -227,7 +226,8 @@ def _look_through(
         undo.callback(top.children.clear)
         with settled(root), torch.enable_grad(), hooks_outside_transforms(pack, unpack):
             made = step()  # and with it what leads to it, which tells whose backward comes
-            staying.note(tensors_held(made))
+            for tensor in tensors_held(made):  # alive beside the calls, as what the code between them saves
+                note(tensor)
         chosen = _chosen(top, names, watched, modules, root)
         if not moments:
             phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
