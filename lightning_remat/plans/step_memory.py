@@ -60,11 +60,11 @@ class Surroundings:
         is_alone: Whether no gradients are alive before the backward: one step by itself, as `rematerialize` counts it.
         gathering: What sharded parameters add, where the regions' are: of those, no more than their shards count then
             among the regions' own.
-        over: The numbers of calls to which no backward comes, as what they return is detached. Their turns are those at
-            which this has been read, with which dies what they hold.
-        handed_on: What comes into the regions and leaves them, beside the batch.
         order: Of a step with several backwards, in which order its calls run: a call's number stands for its forward,
             the number's complement (`~`) for its backward. Empty where all run forward, then backward in reverse.
+        over: The numbers of calls to which no backward comes, as what they return is detached. The turns of
+            their backwards are where this has been read, with which dies what they hold.
+        handed_on: What comes into the regions and leaves them, beside the batch.
     """
 
     resident_bytes: int

@@ -201,13 +201,13 @@ class View:
     def order(self) -> tuple[int, ...]:
         """In which the calls run forward and backward, as `Surroundings.order` tells it."""
         order = () if self.moments else order_of([call.span for call in self.calls])
-        if not self.over:
+        if not (over := self.over):
             return order
-        turns = [turn for turn in turns_of(order, len(self.calls)) if ~turn not in self.over]
-        for k in reversed(self.over):
+        turns = [turn for turn in turns_of(order, len(self.calls)) if ~turn not in over]
+        for k in reversed(over):
             # What it holds dies with what it returned, or with what others have made of that, as the next may have.
-            readers = self._readers(k) or [k + 1 if k + 1 in self.over else k]
-            ends = [turns.index(~reader if reader in self.over and reader > k else reader) for reader in readers]
+            readers = self._readers(k) or [k + 1 if k + 1 in over else k]
+            ends = [turns.index(~reader if reader in over and reader > k else reader) for reader in readers]
             turns.insert(max(ends) + 1, ~k)
         return tuple(turns)
 

@@ -115,7 +115,7 @@ def test_what_is_detached_is_held_no_longer(budget: str) -> None:
     around = made.step.surroundings
     assert around.over == (0, 1)
     assert around.order == (0, 1, ~1, ~0, 2, 3, ~3, ~2)
-    # The two hold 14 activations until then; the result that is detached lives on.
+    # The two hold what six operations of each save until then; the result that is detached lives on.
     assert abs(around.correction_bytes) <= SIZE
     assert made.step.timeline.num_forward > len(made.step.timeline.memory_bytes) // 2
     assert Plan.from_json(made.to_json()) == made
