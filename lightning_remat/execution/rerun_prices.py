@@ -30,7 +30,7 @@ from .assembly import compile_schedule
 from .forward import run_forward
 from .program import Program
 
-_BLOCKS, _WIDTH = 20, 16
+_BLOCKS, _WIDTH = 10, 16
 _APART = 2
 """Blocks from one stretch to the next: right after one another they find the processor's caches warm, as in no step."""
 
