@@ -10,7 +10,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
@@ -47,7 +48,6 @@ from . import (
 )
 from .capture_error import CaptureError, exhausted, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
-from .written_out import divisible
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -152,6 +152,7 @@ class CompiledForward:
         # modules have, which TorchDynamo does not guard.
         self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         self._local = threading.local()
+        self._graphs: list[CapturedGraph] = []
 
     def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:
         name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__
@@ -159,12 +160,16 @@ class CompiledForward:
         names = {"captured_forward": self.function, "__name__": __name__, "__builtins__": __builtins__}
         options: dict[str, Any] = {"isolate_recompiles": True} if _HAS_ISOLATION else {}
         with config.patch(compiled_autograd=False):  # a backward within the forward is no code that users compile
-            context: Any = torch._dynamo.optimize(self._backend, nopython=self.is_whole, **options)
+            # TorchDynamo keeps who makes and runs its graphs with the code, which may not keep this object.
+            backend: Any = partial(_captured, weakref.ref(self))
+            context: Any = torch._dynamo.optimize(backend, nopython=self.is_whole, **options)
         if (capture := getattr(context, "callback", None)) is not None:  # else TorchDynamo is switched off
             context.callback = _Capturing(capture, partial(self._capturing, are_hooks_guarded=are_hooks_guarded))
+        weakref.finalize(self, reset_code, code).atexit = False  # TorchDynamo lets go of no code that it has captured
         return context(types.FunctionType(code, names))
 
-    def _backend(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    def backend(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        """What runs a graph that TorchDynamo has captured."""
         if self.is_whole:
             refuse_values(module.graph)
         if self.has_hooks:
@@ -172,12 +177,8 @@ class CompiledForward:
             module.recompile()
         _put_inputs_first(module.graph)
         is_inlined = any(map(_has_functions_of_its_own, examples))
-        return partial(self._called, CapturedGraph(module, self._local.code), is_inlined)
-
-    def _called(self, graph: CapturedGraph, is_inlined: bool, *values: Any) -> Any:
-        # What subclasses have in place of functions is in the graph: torch 2.11 would call it once more.
-        with torch._C.DisableTorchFunctionSubclass() if is_inlined else nullcontext():
-            return self._local.call[0](graph, list(values))
+        self._graphs.append(CapturedGraph(module, self._local.code))
+        return partial(_called, self._local, weakref.ref(self._graphs[-1]), is_inlined)
 
     @contextmanager
     def _capturing(self, code: types.CodeType, *, are_hooks_guarded: bool) -> Generator[None]:
@@ -266,6 +267,18 @@ class CompiledForward:
         raise CaptureError("it computes nothing", None)
 
 
+def _captured(forward: weakref.ref[CompiledForward], module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    owner = forward()
+    assert owner is not None, "nobody calls it"
+    return owner.backend(module, examples)
+
+
+def _called(local: threading.local, graph: weakref.ref[CapturedGraph], is_inlined: bool, *values: Any) -> Any:
+    # What subclasses have in place of functions is in the graph: torch 2.11 would call it once more.
+    with torch._C.DisableTorchFunctionSubclass() if is_inlined else nullcontext():
+        return local.call[0](graph(), list(values))
+
+
 def _has_functions_of_its_own(value: Any) -> bool:
     """Whether what is in the graph stands for functions of a subclass; one that wraps others is called there."""
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
@@ -333,48 +346,6 @@ def _ignored_functions() -> set[Callable[..., Any]]:
     """
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
     return {*once, as_in_eager.NOTE_FOR_COMPILERS, *config.ignore_logging_functions}
-
-
-_forwards: tuple[weakref.WeakKeyDictionary[nn.Module, CompiledForward], ...] = (
-    weakref.WeakKeyDictionary(),
-    weakref.WeakKeyDictionary(),
-)
-
-
-def forward_of(module: nn.Module, *, is_whole: bool = True) -> CompiledForward:
-    """The compiled forward of a module, the same as long as the module lives: what was captured serves again."""
-    function: Any = type(module).forward if is_whole else divisible(module)
-    known = _forwards[is_whole].get(module)
-    if known is None or known.function is not function or known.is_exhausted:
-        known = _forwards[is_whole][module] = CompiledForward(function, is_whole=is_whole)
-    known.has_hooks = is_whole and hook_guards.has_backward_hooks(module)
-    return known
-
-
-def share_forwards(modules: Iterable[nn.Module]) -> None:
-    """Lets modules of equal structure have one compiled forward: where the guards hold, one is captured for all."""
-    alike: dict[Hashable, list[nn.Module]] = {}
-    for module in modules:
-        alike.setdefault(_structure(module), []).append(module)
-    for group in alike.values():
-        known = next((forward for m in group if (forward := _forwards[True].get(m)) is not None), None)
-        shared = known or CompiledForward(cast(Any, type(group[0])).forward, num_modules=len(group))
-        for module in group:
-            _forwards[True].setdefault(module, shared)
-
-
-def _structure(module: nn.Module) -> Hashable:
-    """What of a module tells whether one graph may do for it and another: classes, parameters, settings.
-
-    Whole numbers are left out: mostly they say which of the blocks this is, and where it matters a guard knows.
-    """
-    found: list[Hashable] = []
-    for name, m in cast(Iterable[tuple[str, nn.Module]], module.named_modules()):
-        owned = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
-        tensors = tuple((k, t.shape, t.dtype, t.requires_grad) for k, t in owned)
-        settings = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | float | str))
-        found.append((name, type(m), tensors, settings))
-    return tuple(found)
 
 
 def _end_here(graph: CapturedGraph, values: list[Any]) -> Any:

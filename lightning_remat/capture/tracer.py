@@ -20,7 +20,8 @@ from ..operations.operation import Operation, TracedModule
 from ..operations.synchronized import shares_statistics
 from .aliasing import Record, record
 from .capture_error import CaptureError, where_of
-from .dynamo import CapturedGraph, CompiledForward, forward_of
+from .dynamo import CapturedGraph, CompiledForward
+from .forwards import forward_of
 from .fusion import group, read_again
 from .out_of_place import put_out_of_place
 from .unseen_writes import set_apart

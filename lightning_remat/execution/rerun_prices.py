@@ -18,7 +18,8 @@ from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ..capture.dynamo import CapturedGraph, forward_of
+from ..capture.dynamo import CapturedGraph
+from ..capture.forwards import forward_of
 from ..capture.tracer import traced_graph
 from ..devices import HOST
 from ..lowering import lower_kept

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..capture.capture_error import CaptureError
-from ..capture.dynamo import CapturedGraph, CompiledForward, forward_of
+from ..capture.dynamo import CapturedGraph, CompiledForward
+from ..capture.forwards import forward_of
 from ..capture.hook_guards import hooks_of_all_modules
 from ..capture.shared_setting import captures_here
 from ..module_state.nesting import extents_of

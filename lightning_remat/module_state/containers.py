@@ -15,7 +15,7 @@ from typing import Any, cast
 # What users' containers hold has no types.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray, array)
+_KINDS: frozenset[Any] = frozenset((OrderedDict, dict, list, set, deque, bytearray, array))
 """The types that containers are of, or derived from; whose methods are called is the nearest one."""
 
 
@@ -66,7 +66,8 @@ def put_back_content(container: Any, before: Any) -> None:
 
 
 def _kind_of(container: Any) -> Any:
-    return next(kind for kind in type(container).__mro__ if kind in _KINDS)
+    kind = type(container)
+    return kind if kind in _KINDS else next(base for base in kind.__mro__ if base in _KINDS)
 
 
 def _are_same(now: Any, before: Any) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..capture.capture_error import CaptureError
-from ..capture.dynamo import CapturedGraph, forward_of
+from ..capture.dynamo import CapturedGraph
+from ..capture.forwards import forward_of
 from ..capture.tracer import not_one_graph, out_of_place, trace, traced_graph
 from ..measure.meter import tensor_storage
 from ..measure.tensor_bytes import storage_bytes

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.capture_error import CaptureError
-from ..capture.dynamo import CapturedGraph, Run, between_captures, forward_of, share_forwards
+from ..capture.dynamo import CapturedGraph, Run, between_captures
+from ..capture.forwards import forward_of, share_forwards
 from ..capture.synchronized_norms import unsynchronized
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
@@ -234,17 +235,13 @@ def _look_through(
             chosen = [frame for frame in chosen if frame.span.begun in phases]
         calls = [_as_call(frame, name) for frame, name in zip(chosen, _names(chosen, names), strict=True)]
         inputs = tensors_held([(call.args, call.kwargs) for call in calls])
-        _note_unserved(top, between)
+        for frame in top.children:
+            if not frame.is_served and frame.is_differentiable:
+                between[frame.span.begun].append(frame.saved)
         saved_bytes = most_bytes_between([frame.span for frame in chosen], between, inputs)
     del chosen  # each of which holds what leads to the call before
     calls, is_outdated = [replace(call, is_over=call.span.is_over) for call in calls], _is_overtaken(ran, begun)
     return View(calls, saved_bytes, staying, tuple(moments), differentiates=holds, is_outdated=is_outdated)
-
-
-def _note_unserved(top: _Frame, between: Mapping[int, list[SavedBetween]]) -> None:
-    for frame in top.children:
-        if not frame.is_served and frame.is_differentiable:
-            between[frame.span.begun].append(frame.saved)
 
 
 def _is_overtaken(ran: Mapping[CapturedGraph, Hashable], begun: int) -> bool:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import resnet18, vgg11
 
 from lightning_remat import rematerialize
-from lightning_remat.capture.dynamo import forward_of
+from lightning_remat.capture.forwards import forward_of
 from lightning_remat.command_line.command import main
 from lightning_remat.command_line.sharding import repeated_blocks
 from lightning_remat.plans import region_options

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torchvision.models import resnet18
 
 from lightning_remat import InfeasibleBudgetError, Plan, rematerialize, restore
-from lightning_remat.capture.dynamo import forward_of
+from lightning_remat.capture.forwards import forward_of
 from lightning_remat.measure.cost_model import Speed, assumed_speed
 from lightning_remat.regions.step_run import step_peak
 

@@ -1,9 +1,11 @@
-"""No graph of autograd, and nothing that hangs on it, outlives the step that made it."""
+"""No graph of autograd outlives the step that made it, and nothing that was captured of a module the module."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_remat import find_batch_size, rematerialize
+from lightning_remat.execution.rewriter import programs_in
 
 
 class Halves(nn.Module):
@@ -64,3 +67,19 @@ def test_a_search_for_a_batch_size_holds_no_graph() -> None:
     net = Halves()
     find_batch_size(net, images(), lambda x: net(x).sum(), memory_budget="3MiB", max_batch_size=8)
     assert held(net) == []
+
+
+def captured_of(net: nn.Module) -> list[weakref.ref[Any]]:
+    """The graphs of a module that has trained a step."""
+    rematerialize(net, images(), memory_budget="70%")
+    net(images()).sum().backward()
+    return [weakref.ref(program.traced.captured) for program in programs_in(net)]
+
+
+@pytest.mark.parametrize("make", [network, Halves])
+def test_what_was_captured_of_a_module_goes_with_it(make: Callable[[], nn.Module]) -> None:
+    captured = captured_of(make())
+    assert captured
+    for _ in range(2):  # of the module, then of what was known of it
+        gc.collect()
+    assert [held() for held in captured if held() is not None] == []
