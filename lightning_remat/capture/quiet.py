@@ -3,10 +3,11 @@
 It asks every input whether it has a gradient, of which PyTorch warns, and users may want warnings to be errors; where a
 forward asks for a value, it advises a setting, and where it calls what cannot be captured, how to report that; where
 something runs as it is, it logs why at length, which is told to who sets `TORCH_LOGS`; so is, with a traceback, what an
-operation does not do on fake tensors. torch 2.11 moreover makes
-objects of functions of autograd, of which PyTorch warns, and notes its settings of each capture as JSON, of which
-functions are none, so that it logs an error. Nor is it noted how long the guards take, for which the processor's caches
-are emptied, and the name of a file is shortened once for all guards that come from it: a tenth of a capture.
+operation does not do on fake tensors. torch 2.11 moreover makes objects of functions of autograd, of which PyTorch
+warns, and notes its settings of each capture as JSON, of which functions are none, so that it logs an error.
+
+Nor does it note how long guards take, for which it empties the processor's caches, and for the words of each guard the
+name of a file is shortened once.
 """
 
 from __future__ import annotations
