@@ -129,7 +129,8 @@ class CompiledForward:
     """The forward of a module, captured by TorchDynamo on its first call and whenever a guard fails.
 
     It has a code object of its own, so that what TorchDynamo has learnt of other modules of the class, and how often
-    it captured those, has no part in it, and so that all of it goes with this object.
+    it captured those, has no part in it, and so that all of it goes with this object; but for the guards of pieces,
+    which stay with the user's code.
 
     Args:
         forward: The function, which takes the module first.
@@ -152,7 +153,9 @@ class CompiledForward:
         # modules have, which TorchDynamo does not guard.
         self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         self._local = threading.local()
-        self._graphs: list[CapturedGraph] = []
+        self._graphs: list[
+            CapturedGraph
+        ] = []  # held here alone: a forward in pieces is captured in the user's code, too
 
     def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:
         name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__

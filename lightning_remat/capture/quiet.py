@@ -76,8 +76,11 @@ def _to_others(warn: Callable[..., None]) -> Callable[..., None]:
     return warn_once
 
 
-def _untimed(*_: object) -> float:
-    return 0.0
+def _for_others(measure: Callable[..., float]) -> Callable[..., float]:
+    def seconds(*args: Any) -> float:
+        return 0.0 if captures_here() else measure(*args)
+
+    return seconds
 
 
 CHANGES = [
@@ -87,6 +90,6 @@ CHANGES = [
     Exchange(utils, "warn_once", _to_others),
     Exchange(utils, "_get_dynamo_config_for_logging", lambda _: lambda: None),
     Exchange(TensorVariable, "_warn_capture_scalar_outputs", lambda _: staticmethod(lambda: None)),
-    Exchange(guards, "profile_guard_manager", lambda _: _untimed),
+    Exchange(guards, "profile_guard_manager", _for_others),
     Exchange(_traceback, "shorten_filename", cache),
 ]

@@ -81,4 +81,4 @@ def test_what_was_captured_of_a_module_goes_with_it() -> None:
     assert captured
     for _ in range(4):  # of the module, then of what was known of it, which had it as a key
         gc.collect()
-    assert [held() for held in captured if held() is not None] == []
+    assert [graph() for graph in captured if graph() is not None] == []
