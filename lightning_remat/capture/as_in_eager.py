@@ -44,7 +44,6 @@ _TOLD_THE_TRUTH = ("torch", __name__.partition(".")[0])
 _QUESTIONS: tuple[Any, ...] = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
-    torch.compiler.is_exporting,  # to which torch 2.11 says yes as well
     torch._utils.is_compiling,
     external_utils.is_compiling,
 )
@@ -96,6 +95,11 @@ def _answer(truth: Callable[..., Any], variable: Any, frame: Any, *args: Any, **
     if is_captured_as_eager() and _may_compute(frame):
         return ConstantVariable.create(False)
     return truth(variable, frame, *args, **kwargs)
+
+
+def _about_exports(truth: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """No capture of ours is an export; torch until 2.13 says of every capture that it is one."""
+    return ConstantVariable.create(False) if captures_here() else truth(*args, **kwargs)
 
 
 def _about_streams(variable: Any, frame: Any) -> Any:
@@ -160,6 +164,7 @@ _HANDLERS = TorchInGraphFunctionVariable._get_handlers()
 
 CHANGES = [
     *(Exchange(_HANDLERS, question, partial(partial, _answer)) for question in _QUESTIONS),
+    Exchange(_HANDLERS, torch.compiler.is_exporting, partial(partial, _about_exports)),
     *(Exchange(_HANDLERS, question, lambda _: _about_streams) for question in _STREAM_QUESTIONS),
     *(Exchange(trace_rules.get_torch_obj_rule_map(), q, lambda _: UserFunctionVariable) for q in _TYPE_QUESTIONS),
     Exchange(trace_rules, "is_callable_allowed", partial(partial, _is_allowed)),

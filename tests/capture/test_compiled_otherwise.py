@@ -37,6 +37,10 @@ def is_recorded(t: Tensor) -> bool:
         return False
 
 
+def is_exported(size: int) -> bool:
+    return size > 0 and torch.compiler.is_exporting()  # nothing at hand with which it might compute
+
+
 class Scale(nn.Module):
     def __init__(self, asks: Any) -> None:
         super().__init__()
@@ -52,6 +56,7 @@ QUESTIONS: dict[str, Any] = {
     "is_compiling": lambda _self, _x: torch.compiler.is_compiling(),
     "is_dynamo_compiling": lambda _self, _x: torch.compiler.is_dynamo_compiling(),
     "is_exporting": lambda _self, _x: torch.compiler.is_exporting(),
+    "a helper of sizes that asks whether it is exported": lambda _self, x: is_exported(x.shape[-1]),
     "a helper": lambda _self, _x: is_compiled(),
     "a helper that looks at a tensor": lambda _self, x: is_traced(x),
     "a helper that is given nothing": lambda _self, _x: is_traced(),
