@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from remat_runs import Classifier, Images, Peaks, Reader, network, run, seeded
 from synchronized_kernels import HostSyncBatchNorm
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
 import lightning_remat.batch_search.search as search
@@ -62,6 +63,7 @@ def main(folder: Path) -> None:
     fit(folder, "plain-contrasting", factory=Contrasting)
     callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep")
     fit(folder, "contrasting", callback, factory=Contrasting)
+    fit_branching(folder)
     fit_texts(folder)
     fit_resumed(folder)
 
@@ -99,6 +101,40 @@ class Contrasting(Sharded):
         alike = found @ self.all_gather(found, sync_grads=True).flatten(0, 1).T
         own = torch.arange(len(found)) + len(found) * self.trainer.global_rank
         return nn.functional.cross_entropy(alike, own)
+
+
+class Branching(Sharded):
+    """Of two heads every other step trains the second; so does a step that is tried before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.has_branches = nn.Linear(5, 5), True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        found = self(batch[0])
+        if self.has_branches and batch_idx % 2:
+            found = self.second(found)
+        return nn.functional.cross_entropy(found, batch[1])
+
+
+class Unused(Branching):
+    """The second head is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_branches = False
+
+
+def fit_branching(folder: Path) -> None:
+    """What DDP is told of parameters that a step does not use, and of how often each is."""
+    for kind, factory, options in (
+        ("branching", Branching, {"find_unused_parameters": True}),
+        ("unused", Unused, {"static_graph": True, "ddp_comm_hook": fp16_compress_hook}),
+    ):
+        fit(folder, f"plain-{kind}", factory=factory, strategy=DDPStrategy(**options))
+        callback = Rematerialization("periodic", memory_budget="80%", batch_size="keep", self_check=True)
+        fit(folder, kind, callback, factory=factory, strategy=DDPStrategy(**options))
 
 
 class Texts(Reader):

@@ -85,7 +85,7 @@ def find_batch_size(
     Args:
         module: On its device, in training mode.
         batch: One real batch, on the device; other sizes repeat or cut it along the leading dimension.
-        loss_of: The loss of a batch; calls `module`.
+        loss_of: The loss of a batch; calls `module`, or the wrapper in which DDP has it.
         optimizers: Those that step after the backward; their state and step are part of the peak.
         planner: A name of `PLANNERS`, or a function.
         memory_budget, batch_size, margin, objective, max_overhead: See `Rematerialization`.

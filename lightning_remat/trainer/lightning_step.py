@@ -58,6 +58,7 @@ from .private_api import (
     training_loaders,
     without_optimization,
 )
+from .reducer import forget_backwards
 from .validation import Validation
 
 T = TypeVar("T")
@@ -156,6 +157,8 @@ class LightningTrial:
         """Lets go of the batches: what still refers to the trial must not hold them while training runs."""
         self.validation = None
         self._batch.close()
+        if self.batch_idx % self.trainer.accumulate_grad_batches == 0:
+            forget_backwards(self.trainer)
         empty_cache(self.device)
 
     def look_through(self, batch_size: int, modules: Sequence[Any] | None = None) -> View:

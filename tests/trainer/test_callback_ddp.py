@@ -26,7 +26,7 @@ def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_
     check_buckets(planned[0], seen(tmp_path, "views")[0])
     for a, b in zip(plain, planned, strict=True):
         assert {name: b[name] for name in a} == a
-    for kind in ("synchronized", "contrasting"):
+    for kind in ("synchronized", "contrasting", "branching", "unused"):
         check_exchanging(seen(tmp_path, f"plain-{kind}"), seen(tmp_path, kind), kind)
     for a, b in zip(seen(tmp_path, "plain-texts"), seen(tmp_path, "texts"), strict=True):
         assert {name: b[name] for name in a} == a, "texts"
