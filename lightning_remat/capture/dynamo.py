@@ -22,7 +22,11 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import compiled_autograd, config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.types import FrameAction  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo.types import (
+    ConvertFrameReturn,
+    FrameAction,  # pyright: ignore[reportPrivateImportUsage]
+    FrameExecStrategy,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..module_state.nesting import tensors_in
@@ -335,6 +339,8 @@ class _Capturing:
             found = self._capture(frame, *args, **kwargs)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             warnings.warn(exhausted(frame.f_code, _MOST_GRAPHS), stacklevel=2)
+            if not _HAS_ISOLATION:  # what fits would run from now on, by whomever it was captured
+                return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
         return found
 
 
