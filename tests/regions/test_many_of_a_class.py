@@ -1,4 +1,4 @@
-"""Modules of a class whose forward is several graphs: TorchDynamo keeps what it captures with the code that all share."""
+"""Modules of one class whose forward is several graphs: TorchDynamo keeps what it captures with code that all share."""
 
 from __future__ import annotations
 
