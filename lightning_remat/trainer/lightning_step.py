@@ -157,7 +157,8 @@ class LightningTrial:
         """Lets go of the batches: what still refers to the trial must not hold them while training runs."""
         self.validation = None
         self._batch.close()
-        if self.batch_idx % self.trainer.accumulate_grad_batches == 0:
+        is_first = self.batch_idx % self.trainer.accumulate_grad_batches == 0
+        if is_first or all(parameter.grad is None for parameter in self.module.parameters()):
             forget_backwards(self.trainer)
         empty_cache(self.device)
 
