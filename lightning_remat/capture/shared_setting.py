@@ -91,6 +91,25 @@ class Exchange:
             setattr(self._holder, self._name, value)
 
 
+class Lately:
+    """A change of what may be another each time that it is made, as is what PyTorch caches until it forgets it.
+
+    Args:
+        change: What to change now.
+    """
+
+    def __init__(self, change: Callable[[], Change]) -> None:
+        self._change, self._made = change, list[Change]()
+
+    def make(self) -> None:
+        change = self._change()
+        change.make()
+        self._made.append(change)
+
+    def undo(self) -> None:
+        self._made.pop().undo()
+
+
 class SharedSettings:
     """Changes that are in force while any thread wants them: made for the first one, undone after the last.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training_steps import assert_equal_traces, traces
 
@@ -142,7 +143,10 @@ class AsksForTypes(Scale):
 
 
 @pytest.mark.slow
-def test_types_that_may_be_scripted_are_asked_for_within_one_graph() -> None:
+@pytest.mark.parametrize("forgets_rules", [False, True])
+def test_types_that_may_be_scripted_are_asked_for_within_one_graph(forgets_rules: bool) -> None:
+    if forgets_rules:
+        trace_rules.clear_lru_cache()  # as `torch.distributed.destroy_process_group` does
     module = AsksForTypes()
     plain = copy.deepcopy(module)
     batches = [X, {"x": X}, [X], (X, 4), [X]]
