@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..devices import modules_of_kinds
 from .divisions import callers, name_of_file
-from .shared_setting import Exchange, Lately, OnlyHere, captures_here
+from .shared_setting import Deferred, Exchange, OnlyHere, captures_here
 
 # TorchDynamo's own names; nothing of them is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -171,7 +171,7 @@ CHANGES = [
     Exchange(_HANDLERS, torch.compiler.is_exporting, partial(partial, _about_exports)),
     *(Exchange(_HANDLERS, question, lambda _: _about_streams) for question in _STREAM_QUESTIONS),
     # PyTorch forgets these rules, and makes them anew, where a process group is destroyed.
-    *(Lately(partial(_captured_as_written, question)) for question in _TYPE_QUESTIONS),
+    *(Deferred(partial(_captured_as_written, question)) for question in _TYPE_QUESTIONS),
     Exchange(trace_rules, "is_callable_allowed", partial(partial, _is_allowed)),
     # Else TorchDynamo fails where it meets it.
     Exchange(NOTE_FOR_COMPILERS, "_dynamo_forbidden", partial(OnlyHere, here=False)),

@@ -157,9 +157,8 @@ class CompiledForward:
         # modules have, which TorchDynamo does not guard.
         self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         self._local = threading.local()
-        self._graphs: list[
-            CapturedGraph
-        ] = []  # held here alone: a forward in pieces is captured in the user's code, too
+        # Held here alone: a forward in pieces is captured in the user's code, too.
+        self._graphs: list[CapturedGraph] = []
 
     def _entry(self, *, are_hooks_guarded: bool) -> Callable[..., Any]:
         name, qualified_name = f"forward_{next(_numbers)}", self.function.__qualname__

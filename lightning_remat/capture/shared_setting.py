@@ -91,23 +91,24 @@ class Exchange:
             setattr(self._holder, self._name, value)
 
 
-class Lately:
-    """A change of what may be another each time that it is made, as is what PyTorch caches until it forgets it.
+class Deferred:
+    """A change that is found anew each time it is made: PyTorch forgets what it caches, and makes another.
 
     Args:
-        change: What to change now.
+        find: Finds it.
     """
 
-    def __init__(self, change: Callable[[], Change]) -> None:
-        self._change, self._made = change, list[Change]()
+    def __init__(self, find: Callable[[], Change]) -> None:
+        self._find = find
+        self._made: Change | None = None
 
     def make(self) -> None:
-        change = self._change()
-        change.make()
-        self._made.append(change)
+        self._made = self._find()
+        self._made.make()
 
     def undo(self) -> None:
-        self._made.pop().undo()
+        assert self._made is not None, "it is not made"
+        self._made.undo()
 
 
 class SharedSettings:
