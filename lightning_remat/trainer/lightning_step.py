@@ -154,7 +154,10 @@ class LightningTrial:
         return self._batch.of(batch_size)
 
     def close(self) -> None:
-        """Lets go of the batches, which whoever refers to the trial must not hold while training runs; DDP forgets it."""
+        """Lets go of the batches: what still refers to the trial must not hold them while training runs.
+
+        DDP forgets what it was told of the trial's backwards, unless gradients of the batch before are to be added to.
+        """
         self.validation = None
         self._batch.close()
         is_first = self.batch_idx % self.trainer.accumulate_grad_batches == 0
