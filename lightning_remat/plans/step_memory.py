@@ -321,7 +321,7 @@ def _forward_and_backward(region: RegionCost, is_accumulating: bool) -> tuple[li
     """The actions of a region's forward, those of its backward, and the bytes that stay in between."""
     graph = region.graph
     gradients = "kept" if is_accumulating else "fresh"
-    simulation = simulate(graph, region.schedule, gradients=gradients)
+    simulation = simulate(graph, region.schedule, gradients=gradients, holds_let_go=True)
     static = graph.static_bytes + graph.input_bytes + (gradient_bytes(graph) if is_accumulating else 0)
     actions = region.schedule.actions
     first = forward_length(region.schedule, len(graph.nodes))

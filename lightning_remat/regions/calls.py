@@ -24,11 +24,9 @@ from ..operations.operation import TracedModule
 from ..plans.step_memory import turns_of
 from ..profiling.profiler import profile_arguments, profile_call
 from ..schedules.graph import Graph
-from .phases import Span, order_of
+from .phases import Returned, Span, order_of
 from .profiles import kind_of, known_profile
 from .saved_between import Staying
-
-Returned = tuple[weakref.ref[torch.UntypedStorage], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Call:
         args: Positional arguments; tensors are detached and keep `requires_grad`.
         kwargs: Keyword arguments, likewise.
         ambient: The settings (autocast) under which it was called.
-        outputs: The storages that it returned, dead once nobody holds them, and their bytes.
+        outputs: What it returned.
         part: What was captured while the step ran: one of the graphs of the submodule's forward, where it is no single
             graph (`args` are then the tensors that come into it), or the single graph of a sharded one.
         tick: When it began, in the order of all that the step was seen to do.
@@ -122,7 +120,8 @@ class Call:
         with self.ambient.restored():
             graph = known_profile(traced, leaves if part is None else part.values, options, made)
         # Of this module: others that share the graph may be sharded over fewer processes, or more.
-        return replace(graph, static_bytes=storage_bytes([*self.module.parameters(), *self.module.buffers()]))
+        own_bytes = storage_bytes([*self.module.parameters(), *self.module.buffers()])
+        return replace(graph, static_bytes=own_bytes).asked_for(self.span.gradients)
 
     def _traced_part(self, *, is_out_of_place: bool) -> TracedModule | None:
         part = self.part
@@ -152,6 +151,14 @@ class Part:
     values: list[Any]
     is_whole: bool = False
     failure: CaptureError | None = None
+
+    @classmethod
+    def of_whole(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+        """That of a forward which is about to run, whose parameters are there only now."""
+        try:
+            return cls(*forward_of(module).bind(module, args, kwargs), is_whole=True)
+        except CaptureError as error:
+            return cls(None, [], is_whole=True, failure=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +221,7 @@ class View:
 
     def _readers(self, k: int) -> list[int]:
         """The calls into which something comes that call `k` returned."""
-        returned = {id(ref) for ref, _ in self.calls[k].outputs}  # of a storage there is one weak reference
+        returned = {id(made.storage) for made in self.calls[k].outputs}  # of a storage there is one weak reference
 
         def reads(call: Call) -> bool:
             storages = map(tensor_storage, tensors_held((call.args, call.kwargs)))

@@ -23,12 +23,14 @@ class _Life:
         storage: Which.
         num_bytes: Its size.
         maker: The number of the call that returned it; None for what the code between has made.
+        is_let_go: Whether that call gets no gradient of it.
         readers: Those of the calls into which it comes.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     num_bytes: int
     maker: int | None
+    is_let_go: bool = False
     readers: list[int] = field(default_factory=list[int])
 
 
@@ -46,7 +48,7 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
     """
     turns = turns_of(view.order, len(view.calls))
     place = {turn: position for position, turn in enumerate(turns)}
-    over = view.over
+    over, is_forward = view.over, [turn >= 0 for turn in turns]
     during, passing = [0] * len(turns), [0] * len(view.calls)
 
     def add(num_bytes: int, first: int, last: int) -> None:
@@ -57,6 +59,9 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
         size, stays, reads = life.num_bytes, life.storage in view.staying, [place[k] for k in life.readers]
         if life.maker is None:
             add(size, min(reads), max(place[~k] for k in life.readers) if stays else max(reads))
+        elif life.is_let_go:  # its region does not hold it, and when the step has returned nothing else does
+            made = place[life.maker]
+            add(size, made + 1, max([made + is_forward[made + 1], *reads]))
         elif not stays:
             made, end = place[life.maker], place[~life.maker]
             add(-size, made, end)  # as the figures of its region have it, in its backward for a part of that
@@ -80,7 +85,9 @@ def _lives(view: View, throughout: Sequence[Tensor]) -> list[_Life]:
             if id(storage) not in owned:
                 ref = weakref.ref(storage)
                 found.setdefault(id(ref), _Life(ref, storage.nbytes(), None)).readers.append(k)
-        for ref, size in call.outputs:
+        for ref, size, gradient_bytes in call.outputs:
             if id(ref()) not in owned:
-                found.setdefault(id(ref), _Life(ref, size, k))
+                asked = call.span.gradients
+                is_let_go = asked is not None and gradient_bytes > 0 and gradient_bytes not in asked
+                found.setdefault(id(ref), _Life(ref, size, k, is_let_go))
     return list(found.values())

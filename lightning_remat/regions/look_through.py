@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..capture.capture_error import CaptureError
 from ..capture.dynamo import CapturedGraph, Run, between_captures
 from ..capture.forwards import forward_of, share_forwards
 from ..capture.synchronized_norms import unsynchronized
 from ..errors import TraceError
 from ..measure.meter import tensor_storage
 from ..measure.out_of_memory import is_out_of_memory
+from ..measure.tensor_bytes import logical_bytes
 from ..module_state.agreement import OtherRankError, all_ranks, together
 from ..module_state.ambient import Ambient
 from ..module_state.batches import as_new, cut_from_history, tensors_held
@@ -28,9 +28,10 @@ from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import in_the_way, mode_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
-from .calls import Call, Moment, Part, Returned, View
+from .calls import Call, Moment, Part, View
 from .chosen_modules import divided, resolved, submodules
-from .phases import Backwards, Span, alive_together
+from .given_gradients import note_gradients, note_together
+from .phases import Backwards, Returned, Span, alive_together
 from .saved_between import SavedBetween, Staying, most_bytes_between
 from .transforms import hooks_outside_transforms
 
@@ -153,7 +154,7 @@ def _look_through(
         """Where to note what is saved now: a call that turns out to be none that can be served is code between."""
         return between[backwards.before_now()][0] if len(frames) == 1 else frames[1].saved
 
-    staying, moments = Staying(), list[Moment]()
+    staying, outside, moments = Staying(), Staying(), list[Moment]()
 
     def begin_unit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_gradient = any(t.requires_grad for t in tensors_in((args, kwargs)))
@@ -172,7 +173,7 @@ def _look_through(
         if is_outermost:
             frames[-1].saved = SavedBetween(owned)
         if is_outermost and module in gathered and torch.is_grad_enabled():
-            frames[-1].part = _captured_now(module, args, kwargs)
+            frames[-1].part = Part.of_whole(module, args, kwargs)
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -199,9 +200,11 @@ def _look_through(
         return output
 
     def note(tensor: Tensor) -> Tensor | None:
-        returned = [storage for frame in top.children if frame.is_served for storage, _ in frame.outputs]
+        returned = [made.storage for frame in top.children if frame.is_served for made in frame.outputs]
         saved_now().note(tensor, returned)
         staying.note([tensor])
+        if len(frames) == 1:
+            outside.note([tensor])
         return tensor.detach() if holds else None  # what saves its own result would hold itself
 
     def unpack(held: Tensor | None) -> Tensor:
@@ -229,6 +232,8 @@ def _look_through(
             made = step()  # and with it what leads to it, which tells whose backward comes
             for tensor in tensors_held(made):  # alive beside the calls, as what the code between them saves
                 note(tensor)
+            if not (holds or moments or backwards.before_now()):
+                note_gradients(tensors_held(made), {frame.span: frame.outputs for frame in top.children}, outside)
         chosen = _chosen(top, names, watched, modules, root)
         if not moments:
             phases = alive_together((frame.span, frame.what, frame.args, frame.kwargs) for frame in chosen)
@@ -239,6 +244,7 @@ def _look_through(
             if not frame.is_served and frame.is_differentiable:
                 between[frame.span.begun].append(frame.saved)
         saved_bytes = most_bytes_between([frame.span for frame in chosen], between, inputs)
+    note_together(calls)
     del chosen  # each of which holds what leads to the call before
     calls, is_outdated = [replace(call, is_over=call.span.is_over) for call in calls], _is_overtaken(ran, begun)
     return View(calls, saved_bytes, staying, tuple(moments), differentiates=holds, is_outdated=is_outdated)
@@ -280,14 +286,6 @@ def _chosen(
             f"{[name for name, _ in root.named_children()]}"
         )
     return chosen
-
-
-def _captured_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
-    """The graph of a forward that is about to run, whose parameters are there only now."""
-    try:
-        return Part(*forward_of(module).bind(module, args, kwargs), is_whole=True)
-    except CaptureError as error:
-        return Part(None, [], is_whole=True, failure=error)
 
 
 def _run_in_parts(module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
@@ -380,7 +378,11 @@ class _Frame:
         tensors = tensors_held(output)
         self.is_differentiable = any(t.requires_grad for t in tensors)
         self.is_served = self.is_differentiable and (is_named or any(True for _ in self.module.parameters()))
-        self.outputs = tuple((weakref.ref(s), s.nbytes()) for t in tensors if (s := tensor_storage(t)) is not None)
+        self.outputs = tuple(
+            Returned(weakref.ref(s), s.nbytes(), logical_bytes([t]) if t.requires_grad else 0)
+            for t in tensors
+            if (s := tensor_storage(t)) is not None
+        )
         if isinstance(output, Tensor):
             # Where the only call inside returned the very same tensor, this one does nothing of its own.
             inner = self.children[0]._output() if len(self.children) == 1 else None

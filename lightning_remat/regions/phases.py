@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import ge
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from ..module_state.nesting import tensors_in
@@ -18,6 +19,20 @@ from ..operations.saved_tensors import nodes_below
 
 _MARK = "lightning_remat.spans"
 """Of what leads to the outputs of a call, the key to the call's span, and to its `_Leading`, in a node's metadata."""
+
+
+class Returned(NamedTuple):
+    """A tensor that a call returned.
+
+    Attributes:
+        storage: Its storage, dead once nobody holds it.
+        num_bytes: Of that.
+        gradient_bytes: Of its gradient; 0 where it has none.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +44,17 @@ class Span:
         until: How many had run before its own backward; as many as before the call where none was seen.
         comes: Whether one was seen.
         awaiting: What is alive as long as one may come.
+        made: The numbers of the nodes of autograd's graph that it has made; none where it cannot be served.
+        gradients: The sizes of the gradients that come into it, in bytes; None where one may come of all that it has
+            returned.
     """
 
     begun: int = 0
     until: int = 0
     comes: bool = False
     awaiting: Callable[[], object | None] = lambda: None
+    made: range = range(0)
+    gradients: frozenset[int] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -63,7 +83,8 @@ class Backwards:
     def called(self) -> Span:
         """A call begins."""
         self.before_now()
-        return Span(self.num_run, self.num_run)
+        begin = _num_nodes()
+        return Span(self.num_run, self.num_run, made=range(begin, begin))
 
     def before_now(self) -> int:
         """How many have run before what happens now, which is none."""
@@ -73,6 +94,7 @@ class Backwards:
 
     def awaited(self, span: Span, outputs: Iterable[Tensor]) -> None:
         """A call has returned what a backward will come in by."""
+        span.made = range(span.made.start, _num_nodes())
         nodes: set[Any] = {t.grad_fn for t in outputs if t.grad_fn is not None}
         leading = _Leading()
         span.awaiting = weakref.ref(leading)
@@ -93,6 +115,11 @@ class Backwards:
 
     def _comes_to(self, span: Span, *_: Any) -> None:
         span.until, span.comes = self.num_run, True
+
+
+def _num_nodes() -> int:
+    """How many nodes of autograd's graph this thread has made."""
+    return cast(Any, torch.autograd)._get_sequence_nr()
 
 
 def alive_together(calls: Iterable[tuple[Span, Hashable, Any, Any]]) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
@@ -152,6 +152,8 @@ class Graph:
         input_bytes: Bytes of the inputs, alive throughout.
         static_bytes: Bytes of parameters, buffers and optimizer state, alive throughout.
         outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
+        let_go: Further nodes whose output the caller gets, of which no gradient comes: it lets go of them before the
+            backward begins. Planners take them as any others; `step_memory` counts them to the end of the forward.
         profiled_on: The inputs that all this was measured with, and holds for; empty where it is not known. Graphs
             that differ in nothing else are equal.
         users: For each node, the nodes that read its output (derived).
@@ -166,6 +168,7 @@ class Graph:
     input_bytes: int = field(default=0, metadata=_BYTES)
     static_bytes: int = field(default=0, metadata=_BYTES)
     outputs: tuple[int, ...] = ()
+    let_go: tuple[int, ...] = field(default=(), kw_only=True)
     profiled_on: tuple[TensorKind, ...] = field(default=(), compare=False)
     users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     roots: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -185,9 +188,11 @@ class Graph:
             for i in dict.fromkeys(node.inputs):
                 users[i].append(index)
             roots.append(index if node.storage_of is None else roots[node.storage_of])
-        for index in self.outputs:
-            if not 0 <= index < len(self.nodes):
-                raise ValueError(f"outputs holds node {index}, but the graph has {len(self.nodes)} nodes")
+        object.__setattr__(self, "let_go", tuple(self.let_go))
+        for label in ("outputs", "let_go"):
+            for index in getattr(self, label):
+                if not 0 <= index < len(self.nodes):
+                    raise ValueError(f"{label} holds node {index}, but the graph has {len(self.nodes)} nodes")
         object.__setattr__(self, "users", tuple(tuple(u) for u in users))
         object.__setattr__(self, "roots", tuple(roots))
         object.__setattr__(self, "reads", tuple(_read_by(node) for node in self.nodes))
@@ -200,6 +205,19 @@ class Graph:
         """The nodes whose gradients the loss makes, ascending: the outputs; where none is named, what has no user."""
         leaving = set(self.outputs) or {n for n, users in enumerate(self.users) if not users}
         return tuple(n for n in sorted(leaving) if self.nodes[n].gradient_bytes != 0)
+
+    def asked_for(self, sizes: Set[int] | None) -> Graph:
+        """This graph as what is called where a step asks for gradients of these sizes alone.
+
+        Args:
+            sizes: Of the gradients that come in, in bytes; None where they may come of all outputs.
+        """
+        if sizes is None:
+            return self
+        nodes = self.nodes
+        unasked = [n for n in self.outputs if nodes[n].num_outputs == 1 and self.gradient_bytes(n) not in {0, *sizes}]
+        asked = tuple(n for n in self.outputs if n not in unasked)
+        return replace(self, outputs=asked, let_go=tuple(unasked)) if asked else self
 
     def gradient_bytes(self, index: int) -> int:
         """Bytes of the gradient of the output of node `index`."""
@@ -265,7 +283,8 @@ class Graph:
 
     def to_json(self) -> str:
         """The graph as JSON text, which `from_json` reads back to an equal graph."""
-        data = {"input_bytes": self.input_bytes, "static_bytes": self.static_bytes, "outputs": self.outputs}
+        names = "input_bytes", "static_bytes", "outputs", "let_go"
+        data = {name: getattr(self, name) for name in names}
         inputs = [(kind.dtype, kind.shape) for kind in self.profiled_on]
         nodes = [{k: v for k, v in asdict(n).items() if v != _DEFAULTS.get(k)} for n in self.nodes]
         return json.dumps({**data, "profiled_on": inputs, "nodes": nodes})
@@ -292,8 +311,8 @@ class Graph:
             }
             nodes.append(Node(**values))
         inputs = (TensorKind(dtype, tuple(shape)) for dtype, shape in data.get("profiled_on", ()))
-        outputs = tuple(data.get("outputs", ()))
-        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], outputs, tuple(inputs))
+        ends = {name: tuple(data.get(name, ())) for name in ("outputs", "let_go")}
+        return cls(tuple(nodes), data["input_bytes"], data["static_bytes"], profiled_on=tuple(inputs), **ends)
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Node) if f.name != "name"}

@@ -52,7 +52,12 @@ class Simulation:
 
 
 def simulate(
-    graph: Graph, schedule: Schedule, *, gradients: Gradients = "fresh", holds_outputs: bool = True
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    gradients: Gradients = "fresh",
+    holds_outputs: bool = True,
+    holds_let_go: bool = False,
 ) -> Simulation:
     """The cost of `schedule` on `graph`, after checking every rule of the schedule language.
 
@@ -63,6 +68,7 @@ def simulate(
             as under accumulation, and each new contribution is transient.
         holds_outputs: Whether the outputs live until their own backward, as planners take it. Otherwise the loss lets
             go of them as soon as it has made their gradients.
+        holds_let_go: Whether `Graph.let_go` lives to the end of the forward.
 
     Returns:
         Peak, seconds and the memory timeline.
@@ -75,7 +81,7 @@ def simulate(
     check_kind(schedule, Schedule, "that of a plan, or Schedule.parse of its text")
     if gradients not in ("fresh", "kept"):
         raise ValueError(f"gradients is {gradients!r}, expected 'fresh' or 'kept'")
-    replay = Replay(graph, schedule, gradients, holds_outputs)
+    replay = Replay(graph, schedule, gradients, holds_outputs, holds_let_go=holds_let_go)
     timeline = tuple(replay.run())
     replay.finish()
     peak = max(timeline, default=replay.alive)
@@ -97,9 +103,18 @@ def alive_after(graph: Graph, schedule: Schedule, *, gradients: Gradients = "fre
 class Replay(GradientMemory):
     """Memory state between two actions: the storages of outputs, which views share, beside those of gradients."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, gradients: Gradients, holds_outputs: bool = True) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        gradients: Gradients,
+        holds_outputs: bool = True,
+        *,
+        holds_let_go: bool = False,
+    ) -> None:
         super().__init__(graph, is_fresh=gradients == "fresh")
         self.schedule, self.holds_outputs = schedule, holds_outputs
+        self.holding = {*graph.outputs, *(graph.let_go if holds_let_go else ())}
         count = len(graph.nodes)
         self.alive = graph.input_bytes + graph.static_bytes
         if not self.is_fresh:
@@ -164,7 +179,7 @@ class Replay(GradientMemory):
         most = self.alive + node.output_bytes + node.tape_bytes + node.forward_workspace_bytes
         if not has_output:
             self.output[n] = storage = self._output_storage(position, n)
-            if n in self.graph.outputs and n not in self.held_output and not self.is_done[n]:
+            if n in self.holding and n not in self.held_output and not self.is_done[n]:
                 self.held_output[n] = storage
                 self.holders[storage] += 1
         brings_tape = bool(node.tape_bytes) and not self.tape[n]
@@ -248,6 +263,8 @@ class Replay(GradientMemory):
     def begin_backward(self) -> int:
         """The loss makes the gradients of all that leaves the graph; what is alive then."""
         self.is_backward = True
+        for n in self.held_output.keys() & set(self.graph.let_go):
+            self.release(self.held_output.pop(n))
         most = super().begin_backward()
         if not self.holds_outputs:
             for storage in self.held_output.values():

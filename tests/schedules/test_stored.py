@@ -44,7 +44,7 @@ def test_whatever_is_cut_off_is_refused(kind: Any, text: str) -> None:
 @pytest.mark.parametrize(("kind", "text"), texts())
 def test_whatever_lacks_a_part_is_refused(kind: Any, text: str) -> None:
     optional = {"profiled_on", "outputs", "rung", "reasons", "plain", "correction_bytes", "plain_correction_bytes"}
-    optional |= {"plain_graphs", "beside_seconds"}
+    optional |= {"plain_graphs", "beside_seconds", "let_go"}
     for name in json.loads(text).keys() - optional:
         fewer = {k: v for k, v in json.loads(text).items() if k != name}
         with pytest.raises(ValueError, match=rf"no stored .* has no '({name}|schedule)'"):
