@@ -61,7 +61,8 @@ def handed_on(module: nn.Module, view: View, batch: Sequence[Tensor]) -> HandedO
             add(size, min(reads), max(place[~k] for k in life.readers) if stays else max(reads))
         elif life.is_let_go:  # its region does not hold it, and when the step has returned nothing else does
             made = place[life.maker]
-            add(size, made + 1, max([made + is_forward[made + 1], *reads]))
+            ends = [place[~k] for k in life.readers] if stays else reads
+            add(size, made + 1, max([made + is_forward[made + 1], *ends]))
         elif not stays:
             made, end = place[life.maker], place[~life.maker]
             add(-size, made, end)  # as the figures of its region have it, in its backward for a part of that

@@ -99,6 +99,35 @@ def test_a_planned_step_needs_what_is_predicted(budget: str) -> None:
     assert abs(result.measured_peak_bytes - result.predicted_peak_bytes) < 100
 
 
+class Judged(nn.Module):
+    """What the model returns beside its loss is judged by another, through which no gradient comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Model()
+        self.critic = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(CLASSES, CLASSES), nn.Tanh())))
+
+    def loss_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss, logits = self.net(*batch)
+        return loss + self.critic(logits.detach()).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["100%", "85%"])
+def test_what_another_call_saves_of_it_stays_until_its_backward(budget: str) -> None:
+    torch.manual_seed(0)
+    module = Judged()
+    batch = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    arguments: dict[str, Any] = {"planner": "periodic", "memory_budget": budget, "batch_size": "keep"}
+    result = find_batch_size(module, batch, module.loss_of, optimizer, **arguments)
+    assert [len(result.step.plans[key].graph.let_go) for key in ("net", "critic")] == [1, 0]
+    assert bool(result.step.num_recomputed) == (budget != "100%")
+    assert result.measured_peak_bytes is not None
+    assert abs(result.measured_peak_bytes - result.predicted_peak_bytes) < 100
+    restore(module)
+
+
 @pytest.mark.slow
 def test_an_attribute_that_is_set_is_not_taken_for_what_a_gradient_comes_of() -> None:
     result = found(Attended, loss_alone)
