@@ -60,7 +60,8 @@ def rematerialize(
 
     The step is the module's forward and backward: parameters, buffers, fresh parameter gradients, inputs, outputs,
     the outputs' gradients and everything between. What a loss outside holds besides, the logarithms of a softmax, say,
-    and an optimizer's state are not known here: a module that returns its loss is planned with that. The plain step,
+    and an optimizer's state are not known here: a module that returns its loss is planned with that. Of logits beside
+    it a gradient counts, too, as one may be asked for: `find_batch_size` and the callback see what is. The plain step,
     where it fits, and the planned one are run once, and undone, so that both peaks are measured ones; on fake tensors,
     and of a module in eval mode, they are predictions. Where operations are short, three plain steps are timed, too:
     calls of modules count in the step that recomputation is told a fraction of (not of a module that is captured as a
