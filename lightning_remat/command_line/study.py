@@ -13,7 +13,6 @@ from ..batch_search.trial import StepModel, install, model_step, uninstall, with
 from ..budget import ALL_BYTES
 from ..errors import InfeasibleBudgetError
 from ..planners import PLANNERS
-from ..plans.plan import StepPlan
 from ..reports.residency import Contents, contents_at, plain_step, view_step
 from ..reports.result import Candidate, Result
 from .network import Network
@@ -164,7 +163,7 @@ def _executed(network: Network, search: CandidateSearch, choice: Choice, tell: T
 
 def _curve(model: StepModel, size: int, plain_bytes: int, planner: str, tell: Tell) -> tuple[Point, ...]:
     """From the lowest peak to the plain step."""
-    lowest = _lowest(model, size, planner).predicted_peak_bytes
+    lowest = _least_budget(model, size, planner)
     points: list[Point] = []
     for i in range(NUM_POINTS):
         tell(f"drawing the curve of time over memory, {i + 1} of {NUM_POINTS}")
@@ -177,11 +176,12 @@ def _curve(model: StepModel, size: int, plain_bytes: int, planner: str, tell: Te
     return tuple(dict.fromkeys(points))
 
 
-def _lowest(model: StepModel, size: int, planner: str) -> StepPlan:
+def _least_budget(model: StepModel, size: int, planner: str) -> int:
+    """One that suffices: at that a planner may come to a lower peak yet, which it does not find for a lower budget."""
     try:
-        return model.plan(size, 1, planner)
+        return model.plan(size, 1, planner).predicted_peak_bytes
     except InfeasibleBudgetError as error:
-        return model.plan(size, error.sufficient_bytes, planner)
+        return error.sufficient_bytes
 
 
 def _attempts(search: CandidateSearch, choice: Choice, tell: Tell) -> list[Attempt]:

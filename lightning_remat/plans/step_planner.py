@@ -86,13 +86,26 @@ def _planned_region(
     """The step with its one region planned for the budget, or for the lowest peak that the planner reaches."""
     ((key, plain),) = step.plans.items()
 
-    def planned(budget_bytes: int) -> StepPlan:
-        made = fastest_plan(ways, budget_bytes, planner, **options)
+    def planned(budget_bytes: int, graphs: Sequence[Graph] = ways) -> StepPlan:
+        made = fastest_plan(graphs, budget_bytes, planner, **options)
+        if graphs is not ways:
+            graph = ways[graphs.index(made.graph)]
+            made = replace(made, graph=graph, simulation=simulate(graph, made.schedule))
         return step.planned({key: replace(made, plain=plain.plain)})
+
+    def lowest(graphs: Sequence[Graph], *budgets: int) -> StepPlan:
+        """The plan of the lowest peak for budgets that may be too little for any."""
+        found: list[StepPlan] = []
+        for budget_bytes in budgets:
+            try:
+                found.append(planned(budget_bytes, graphs))
+            except InfeasibleBudgetError as error:
+                found.append(planned(error.sufficient_bytes, graphs))
+        return min(found, key=lambda p: p.predicted_peak_bytes)
 
     around = step.surroundings
     beside = around.resident_bytes + around.correction_bytes + min(around.handed_on.during(1))
-    budget = step.budget_bytes - beside
+    whole = budget = step.budget_bytes - beside
     try:
         for number in range(_MOST_ROUNDS):
             found = planned(budget)
@@ -101,9 +114,14 @@ def _planned_region(
                 return found
             # A little less may lead to a schedule that exceeds by as much elsewhere: each round takes off twice that.
             budget = max(0, budget - 2**number * excess)
-        return planned(0)
-    except InfeasibleBudgetError as error:
-        return planned(error.sufficient_bytes)
+    except InfeasibleBudgetError:
+        pass  # even the lowest peak that the planner reaches may be too much: that is told then
+    found = lowest(ways, 0)
+    if found.predicted_peak_bytes > found.budget_bytes and any(graph.let_go for graph in ways):
+        # Planners know no end of the forward: what the caller lets go of may be held there longer than they think.
+        other = lowest([graph.holding_all for graph in ways], whole, 0)
+        found = min(found, other, key=lambda p: p.predicted_peak_bytes)
+    return found
 
 
 def _infeasible(step: StepPlan) -> InfeasibleBudgetError:

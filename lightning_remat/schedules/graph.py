@@ -203,7 +203,7 @@ class Graph:
 
     def ends(self) -> tuple[int, ...]:
         """The nodes whose gradients the loss makes, ascending: the outputs; where none is named, what has no user."""
-        leaving = set(self.outputs) or {n for n, users in enumerate(self.users) if not users}
+        leaving = set(self.outputs).difference(self.let_go) or {n for n, users in enumerate(self.users) if not users}
         return tuple(n for n in sorted(leaving) if self.nodes[n].gradient_bytes != 0)
 
     def asked_for(self, sizes: Set[int] | None) -> Graph:
@@ -218,6 +218,11 @@ class Graph:
         unasked = [n for n in self.outputs if nodes[n].num_outputs == 1 and self.gradient_bytes(n) not in {0, *sizes}]
         asked = tuple(n for n in self.outputs if n not in unasked)
         return replace(self, outputs=asked, let_go=tuple(unasked)) if asked else self
+
+    @property
+    def holding_all(self) -> Graph:
+        """This graph with what is let go of held as other outputs are, which planners know: no step needs more."""
+        return replace(self, outputs=tuple(sorted({*self.outputs, *self.let_go})))
 
     def gradient_bytes(self, index: int) -> int:
         """Bytes of the gradient of the output of node `index`."""

@@ -114,7 +114,8 @@ class Replay(GradientMemory):
     ) -> None:
         super().__init__(graph, is_fresh=gradients == "fresh")
         self.schedule, self.holds_outputs = schedule, holds_outputs
-        self.holding = {*graph.outputs, *(graph.let_go if holds_let_go else ())}
+        self.let_go = set(graph.let_go if holds_let_go else ())
+        self.holding = self.let_go.union(graph.outputs)
         count = len(graph.nodes)
         self.alive = graph.input_bytes + graph.static_bytes
         if not self.is_fresh:
@@ -263,7 +264,7 @@ class Replay(GradientMemory):
     def begin_backward(self) -> int:
         """The loss makes the gradients of all that leaves the graph; what is alive then."""
         self.is_backward = True
-        for n in self.held_output.keys() & set(self.graph.let_go):
+        for n in self.held_output.keys() & self.let_go:
             self.release(self.held_output.pop(n))
         most = super().begin_backward()
         if not self.holds_outputs:

@@ -229,17 +229,31 @@ def test_plan_stays_within_the_budget_of_the_whole_step(keys: tuple[str, ...], p
 
 
 @pytest.mark.slow
-def test_every_budget_above_the_lowest_peak_can_be_met() -> None:
+@pytest.mark.parametrize("let_go", [(), (5, 11, 17, 18, 23)])
+def test_every_budget_above_the_lowest_peak_can_be_met(let_go: tuple[int, ...]) -> None:
     rng = random.Random(0)
     nodes = [
         replace(node, output_bytes=rng.randrange(90, 110), parameter_bytes=rng.randrange(5, 60))
         for node in chain(30).nodes
     ]
-    graphs = {"net": replace(chain(30), nodes=tuple(nodes))}
+    graphs = {"net": replace(chain(30), nodes=tuple(nodes), let_go=let_go)}
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_step(("net",), graphs, 1, "chen_cheap", AROUND)
     for budget in range(int(caught.value.minimum_bytes), plain_step_bytes(graphs), 3):
         assert plan_step(("net",), graphs, budget, "chen_cheap", AROUND).predicted_peak_bytes <= budget
+
+
+def test_what_is_let_go_late_in_the_forward_needs_no_more_than_if_it_were_held() -> None:
+    graph = replace(chain(30), let_go=(6, 13, 20))
+    least: list[int] = []
+    for one in (graph, graph.holding_all):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            plan_step(["net"], {"net": one}, 1, "chen_cheap", AROUND)
+        least.append(caught.value.sufficient_bytes)
+    assert least[0] <= least[1]
+    # They are there at the end of the forward, whatever the planner has discarded.
+    step = plan_step(["net"], {"net": graph}, least[0], "chen_cheap", AROUND)
+    assert step.timeline.memory_bytes[step.timeline.num_forward - 1] >= 1000 + graph.static_bytes + 3 * 100
 
 
 def plain_step_bytes(graphs: dict[str, Graph]) -> int:
