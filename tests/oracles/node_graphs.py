@@ -48,7 +48,7 @@ def relu_chain(length: int, output_bytes: int = 100) -> Graph:
 
 
 def varied(graph: Graph, rng: random.Random) -> Graph:
-    """Some gradients of their own size or none at all, tuples and gradients of inputs."""
+    """Some gradients of their own size or none at all, tuples, gradients of inputs, and outputs that are let go of."""
     nodes = [
         replace(
             node,
@@ -64,7 +64,9 @@ def varied(graph: Graph, rng: random.Random) -> Graph:
         )
         for node in graph.nodes
     ]
-    return replace(graph, nodes=tuple(nodes))
+    let_go = tuple(n for n in range(len(nodes)) if rng.random() < 0.1)
+    made = replace(graph, nodes=tuple(nodes), let_go=let_go)
+    return made.holding_all if rng.random() < 0.5 else made
 
 
 def priced(graph: Graph, rng: random.Random) -> Graph:
