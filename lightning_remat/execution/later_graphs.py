@@ -176,7 +176,9 @@ class LaterGraphs:
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
             places = self._places(graph)
             limits = self._limits(places)
-            costs_of = cache(partial(self._costs, values, given))  # of each way once, however many parts are like it
+            costs_of = cache(
+                partial(self._costs, places, values, given)
+            )  # of each way once, however many parts are like it
             for (program, plan), found in product(self.parts, (traced, apart)):
                 if found is not None and is_alike(found, program.traced):
                     if self._needs_no_more(graph, cast(CapturedGraph, program.traced.captured)):
@@ -228,16 +230,20 @@ class LaterGraphs:
         logger.info("%s does something new and is planned anew: %s", name, format_bytes(planned.peaks.most_bytes))
         return compile_schedule(traced, planned.schedule, costs)
 
-    def _costs(self, values: list[Any], given: list[Tensor], traced: TracedModule) -> Graph | None:
-        """The profile of a graph; None where there is no memory for that."""
+    def _costs(
+        self, places: frozenset[int], values: list[Any], given: list[Tensor], traced: TracedModule
+    ) -> Graph | None:
+        """The profile of a graph in the places of known ones; None where there is no memory for that."""
         self.num_profiled += 1
         try:
             # In the midst of a step, whose budget holds meanwhile.
-            return owning_nothing(profile_call(traced, values, given, repeats=1, together_bytes=0))
+            made = owning_nothing(profile_call(traced, values, given, repeats=1, together_bytes=0))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return None
+        known = [self.parts[k][1].graph for k in places]
+        return made.asked_as(known[0]) if len(known) == 1 else made
 
     def _needs_no_more(self, graph: CapturedGraph, known: CapturedGraph) -> bool:
         """Whether a graph of the same operations works on no more than a known one that has run.

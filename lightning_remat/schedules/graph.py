@@ -219,6 +219,14 @@ class Graph:
         asked = tuple(n for n in self.outputs if n not in unasked)
         return replace(self, outputs=asked, let_go=tuple(unasked)) if asked else self
 
+    def asked_as(self, known: Graph) -> Graph:
+        """This graph as what is called in place of a known one, where it has as many outputs: each as the other's."""
+        places = sorted({*known.outputs, *known.let_go})
+        if len(places) != len(self.outputs):
+            return self
+        let_go = {own for own, place in zip(self.outputs, places, strict=True) if place in known.let_go}
+        return replace(self, outputs=tuple(n for n in self.outputs if n not in let_go), let_go=tuple(sorted(let_go)))
+
     @property
     def holding_all(self) -> Graph:
         """This graph with what is let go of held as other outputs are, which planners know: no step needs more."""

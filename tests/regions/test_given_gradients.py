@@ -180,6 +180,10 @@ def test_a_graph_is_asked_for_gradients_by_their_sizes() -> None:
     assert asked.ends() == (2, 4)
     assert Graph.from_json(asked.to_json()) == asked
     assert GRAPH.asked_for({4, 100}).outputs == GRAPH.outputs
+    assert GRAPH.asked_as(asked) == asked
+    assert GRAPH.asked_as(Graph(GRAPH.nodes[:3], outputs=(2,), let_go=(1,))) is GRAPH
+    assert asked.holding_all.outputs == GRAPH.outputs
+    assert asked.holding_all.ends() == asked.ends()
 
 
 def test_what_is_let_go_lives_to_the_end_of_the_forward() -> None:
