@@ -176,9 +176,7 @@ class LaterGraphs:
             apart = traced_graph(module, forward, graph, values, given, is_out_of_place=True)
             places = self._places(graph)
             limits = self._limits(places)
-            costs_of = cache(
-                partial(self._costs, places, values, given)
-            )  # of each way once, however many parts are like it
+            costs_of = cache(partial(self._costs, places, values, given))  # once, however many parts are like it
             for (program, plan), found in product(self.parts, (traced, apart)):
                 if found is not None and is_alike(found, program.traced):
                     if self._needs_no_more(graph, cast(CapturedGraph, program.traced.captured)):

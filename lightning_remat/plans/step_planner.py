@@ -93,15 +93,12 @@ def _planned_region(
             made = replace(made, graph=graph, simulation=simulate(graph, made.schedule))
         return step.planned({key: replace(made, plain=plain.plain)})
 
-    def lowest(graphs: Sequence[Graph], *budgets: int) -> StepPlan:
-        """The plan of the lowest peak for budgets that may be too little for any."""
-        found: list[StepPlan] = []
-        for budget_bytes in budgets:
-            try:
-                found.append(planned(budget_bytes, graphs))
-            except InfeasibleBudgetError as error:
-                found.append(planned(error.sufficient_bytes, graphs))
-        return min(found, key=lambda p: p.predicted_peak_bytes)
+    def closest(budget_bytes: int, graphs: Sequence[Graph]) -> StepPlan:
+        """For a budget that may be too little for any plan."""
+        try:
+            return planned(budget_bytes, graphs)
+        except InfeasibleBudgetError as error:
+            return planned(error.sufficient_bytes, graphs)
 
     around = step.surroundings
     beside = around.resident_bytes + around.correction_bytes + min(around.handed_on.during(1))
@@ -114,13 +111,15 @@ def _planned_region(
                 return found
             # A little less may lead to a schedule that exceeds by as much elsewhere: each round takes off twice that.
             budget = max(0, budget - 2**number * excess)
-    except InfeasibleBudgetError:
-        pass  # even the lowest peak that the planner reaches may be too much: that is told then
-    found = lowest(ways, 0)
-    if found.predicted_peak_bytes > found.budget_bytes and any(graph.let_go for graph in ways):
+        found = closest(0, ways)
+    except InfeasibleBudgetError as error:
+        found = planned(error.sufficient_bytes)
+    if any(graph.let_go for graph in ways):
         # Planners know no end of the forward: what the caller lets go of may be held there longer than they think.
-        other = lowest([graph.holding_all for graph in ways], whole, 0)
-        found = min(found, other, key=lambda p: p.predicted_peak_bytes)
+        held = [graph.holding_all for graph in ways]
+        for budget in (whole, 0):
+            if found.predicted_peak_bytes > found.budget_bytes:
+                found = min(found, closest(budget, held), key=lambda p: p.predicted_peak_bytes)
     return found
 
 
