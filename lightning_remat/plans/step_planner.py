@@ -93,13 +93,6 @@ def _planned_region(
             made = replace(made, graph=graph, simulation=simulate(graph, made.schedule))
         return step.planned({key: replace(made, plain=plain.plain)})
 
-    def closest(budget_bytes: int, graphs: Sequence[Graph]) -> StepPlan:
-        """For a budget that may be too little for any plan."""
-        try:
-            return planned(budget_bytes, graphs)
-        except InfeasibleBudgetError as error:
-            return planned(error.sufficient_bytes, graphs)
-
     around = step.surroundings
     beside = around.resident_bytes + around.correction_bytes + min(around.handed_on.during(1))
     whole = budget = step.budget_bytes - beside
@@ -111,15 +104,20 @@ def _planned_region(
                 return found
             # A little less may lead to a schedule that exceeds by as much elsewhere: each round takes off twice that.
             budget = max(0, budget - 2**number * excess)
-        found = closest(0, ways)
+        found = planned(0)
     except InfeasibleBudgetError as error:
         found = planned(error.sufficient_bytes)
     if any(graph.let_go for graph in ways):
         # Planners know no end of the forward: what the caller lets go of may be held there longer than they think.
         held = [graph.holding_all for graph in ways]
         for budget in (whole, 0):
-            if found.predicted_peak_bytes > found.budget_bytes:
-                found = min(found, closest(budget, held), key=lambda p: p.predicted_peak_bytes)
+            if found.predicted_peak_bytes <= found.budget_bytes:
+                break
+            try:
+                other = planned(budget, held)
+            except InfeasibleBudgetError as error:
+                other = planned(error.sufficient_bytes, held)
+            found = min(found, other, key=lambda p: p.predicted_peak_bytes)
     return found
 
 

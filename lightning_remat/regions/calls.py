@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +24,23 @@ from ..operations.operation import TracedModule
 from ..plans.step_memory import turns_of
 from ..profiling.profiler import profile_arguments, profile_call
 from ..schedules.graph import Graph
-from .phases import Returned, Span, order_of
+from .phases import Span, order_of
 from .profiles import kind_of, known_profile
 from .saved_between import Staying
+
+
+class Returned(NamedTuple):
+    """A tensor that a call returned.
+
+    Attributes:
+        storage: Its storage, dead once nobody holds it.
+        num_bytes: Of that.
+        gradient_bytes: Of its gradient; 0 where it has none.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

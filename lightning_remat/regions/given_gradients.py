@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..operations.saved_tensors import nodes_below
-from .calls import Call
-from .phases import Returned, Span
+from .calls import Call, Returned
+from .phases import Span
 from .saved_between import Staying
 
 

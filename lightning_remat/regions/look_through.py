@@ -28,10 +28,10 @@ from ..module_state.nesting import extents_of, flatten, tensors_in
 from ..module_state.refusals import in_the_way, mode_in_the_way
 from ..module_state.sharding import gathered_modules, gathering_units, settled
 from ..operations.saved_tensors import storage_keys
-from .calls import Call, Moment, Part, View
+from .calls import Call, Moment, Part, Returned, View
 from .chosen_modules import divided, resolved, submodules
 from .given_gradients import note_gradients, note_together
-from .phases import Backwards, Returned, Span, alive_together
+from .phases import Backwards, Span, alive_together
 from .saved_between import SavedBetween, Staying, most_bytes_between
 from .transforms import hooks_outside_transforms
 

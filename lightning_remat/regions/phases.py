@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import ge
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,20 +19,6 @@ from ..operations.saved_tensors import nodes_below
 
 _MARK = "lightning_remat.spans"
 """Of what leads to the outputs of a call, the key to the call's span, and to its `_Leading`, in a node's metadata."""
-
-
-class Returned(NamedTuple):
-    """A tensor that a call returned.
-
-    Attributes:
-        storage: Its storage, dead once nobody holds it.
-        num_bytes: Of that.
-        gradient_bytes: Of its gradient; 0 where it has none.
-    """
-
-    storage: weakref.ref[torch.UntypedStorage]
-    num_bytes: int
-    gradient_bytes: int
 
 
 @dataclass(slots=True, eq=False)

@@ -152,8 +152,9 @@ class Graph:
         input_bytes: Bytes of the inputs, alive throughout.
         static_bytes: Bytes of parameters, buffers and optimizer state, alive throughout.
         outputs: The nodes whose output the caller holds until their own backward (the loss reads them).
-        let_go: Further nodes whose output the caller gets, of which no gradient comes: it lets go of them before the
-            backward begins. Planners take them as any others; `step_memory` counts them to the end of the forward.
+        let_go: The nodes whose output the caller gets, of which no gradient comes: it lets go of them before the
+            backward begins. Planners take them as any others, but where they are named among `outputs`, too
+            (`holding_all`); `step_memory` counts them to the end of the forward.
         profiled_on: The inputs that all this was measured with, and holds for; empty where it is not known. Graphs
             that differ in nothing else are equal.
         users: For each node, the nodes that read its output (derived).
