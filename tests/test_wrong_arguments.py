@@ -89,7 +89,7 @@ def test_a_forward_may_have_arguments_named_as_ours(kind: type[nn.Module]) -> No
     assert torch.equal(out, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 def test_a_compiled_module_is_refused_as_such_whatever_its_inputs() -> None:
     compiled = torch.jit.script(nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"is a ScriptModule\. Remedy"):

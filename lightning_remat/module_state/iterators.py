@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import ast
 import io
 import itertools
 from collections import deque
@@ -13,10 +13,19 @@ from .batches import as_new, record_values, tensors_held
 from .containers import items_of, write_into
 from .random_state import RandomState
 
-_Count: Any = itertools.count
 _SEQUENCES: Any = ([], (), range(0), range(2**70), "", b"", bytearray())
 _WITH_PLACE: tuple[Any, ...] = (*(cast(Any, type(iter(some))) for some in _SEQUENCES),)
-"""Those that tell their place, and can be set to it."""
+"""Those that tell their place, and can be set to it: of ranges, before Python 3.12."""
+
+
+def _recipe(iterator: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """What makes one that goes on as a counter or the iterator of a range does; None for others."""
+    if type(iterator) is itertools.count:
+        try:  # its text is all that tells of it, as nothing of itertools can be copied from Python 3.14 on
+            return itertools.count, ast.literal_eval(f"{str(iterator)[len('count(') : -1]},")
+        except (ValueError, SyntaxError):  # it does not count in plain numbers
+            return None
+    return iterator.__reduce__()[:2] if isinstance(iterator, _WITH_PLACE) else None
 
 
 class _Taken(NamedTuple):
@@ -89,7 +98,7 @@ class Rewindable:
 
 
 def iterators_undo(
-    holder: dict[Any, Any] | MutableSequence[Any], known: dict[int, Rewindable] | None = None
+    holder: dict[Any, Any] | MutableSequence[Any], known: dict[int, Any] | None = None
 ) -> Callable[[], None]:
     """Puts back the iterators among attributes, or among what a container holds, to where they are now.
 
@@ -107,15 +116,14 @@ def iterators_undo(
     """
     known = {} if known is None else known
     places: list[tuple[Any, Any]] = []
-    counts: list[tuple[Any, Any, Any]] = []
+    anew: list[tuple[Any, Any, tuple[Callable[..., Any], tuple[Any, ...]]]] = []
     others: list[tuple[Any, Rewindable]] = []
     write = write_into(holder)
     for name, value in items_of(holder):
-        if isinstance(value, _WITH_PLACE):
-            if len(found := value.__reduce__()) == 3:
-                places.append((value, found[2]))
-        elif isinstance(value, _Count):
-            counts.append((name, value, copy.copy(value)))
+        if isinstance(value, _WITH_PLACE) and (found := (*value.__reduce__(), None)[2]) is not None:
+            places.append((value, found))
+        elif (recipe := _recipe(value)) is not None:
+            anew.append((name, value, recipe))
         elif hasattr(cast(Any, type(value)), "__next__") and not isinstance(value, io.IOBase):
             source: Any = value.source if isinstance(value, Rewindable) else value
             own = value if isinstance(value, Rewindable) else Rewindable(value)
@@ -127,9 +135,9 @@ def iterators_undo(
     def put_back() -> None:
         for iterator, place in places:
             iterator.__setstate__(place)
-        for name, count, twin in counts:
-            if repr(count) != repr(twin):
-                write(name, twin)
+        for name, iterator, (make, arguments) in anew:
+            if _recipe(iterator) != (make, arguments):
+                write(name, known.setdefault(id(iterator), make(*arguments)))
         for name, rewindable in others:
             rewindable.rewind()
             write(name, rewindable.source if rewindable.is_untouched else rewindable)

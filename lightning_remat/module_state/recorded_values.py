@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .batches import record_histories
 from .containers import content_of, put_back_content
-from .iterators import Rewindable, iterators_undo
+from .iterators import iterators_undo
 from .own_code import global_names, is_own_code
 from .plain_objects import LEFT_ALONE, is_plain
 from .random_state import RandomState, generator_of
@@ -71,7 +71,7 @@ class Recorder:
         self.with_parameters, self.with_gradients, self.with_tensors = with_parameters, with_gradients, with_tensors
         self.undo: list[Undo] = []
         self._seen: dict[int, Any] = {}  # id → the object, which keeps the id its own
-        self._rewindables: dict[int, Rewindable] = {}
+        self._iterators: dict[int, Any] = {}
         self._slots: dict[type, list[str]] = {}
 
     def add_module(self, root: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Recorder:
             if self._is_new(module):
                 for parameter in module.parameters(recurse=False):
                     self._add_parameter(parameter)
-                self.undo.append(iterators_undo(vars(module), self._rewindables))
+                self.undo.append(iterators_undo(vars(module), self._iterators))
                 self._add_attributes(module)
 
     def add_holder(self, holder: Any) -> None:
@@ -130,7 +130,7 @@ class Recorder:
             self.undo.append(RandomState([source]).put_back)
         elif is_plain(value):
             if isinstance(state := getattr(value, "__dict__", None), dict):
-                self.undo.append(iterators_undo(state, self._rewindables))
+                self.undo.append(iterators_undo(state, self._iterators))
             self._add_attributes(value)
         else:
             self._seen.pop(id(value))  # it may be added as a holder yet
@@ -211,7 +211,7 @@ class Recorder:
             self._add_names(container, own, container.__setitem__, container.__delitem__)
             return
         if isinstance(container, (dict, list, deque)):
-            self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._rewindables))
+            self.undo.append(iterators_undo(cast("dict[Any, Any]", container), self._iterators))
         content = content_of(container)
         self.undo.append(partial(put_back_content, container, content))
         if not isinstance(container, (bytearray, array)):

@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,10 @@ ADVANCED = {
     "list": lambda: iter([1, 2, 3]),
     "tuple": lambda: iter((1, 2, 3)),
     "range": lambda: iter(range(1, 4)),
+    "range of large numbers": lambda: iter(range(1, 2**70)),
     "count": lambda: itertools.count(1),
+    "count in steps": lambda: itertools.count(1, 1.0),
+    "count in fractions": lambda: itertools.count(Fraction(1)),
 }
 
 
@@ -188,9 +192,12 @@ def test_what_is_taken_from_other_iterators_is_given_once_more(kind: Any) -> Non
         taken(1)
 
 
-def test_an_iterator_that_two_hold_is_one() -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: (k for k in range(4)), itertools.count, lambda: iter(range(4))], ids=["generator", "count", "range"]
+)
+def test_an_iterator_that_two_hold_is_one(make: Callable[[], Iterator[int]]) -> None:
     module: Any = nn.Sequential(nn.Identity())
-    module.it = module[0].it = (k for k in range(4))
+    module.it = module[0].it = make()
     with preserved([module]):
         assert [next(module.it), next(module[0].it), next(module.it)] == [0, 1, 2]
     assert [next(module[0].it), next(module.it), next(module[0].it), next(module.it)] == [0, 1, 2, 3]

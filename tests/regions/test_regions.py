@@ -101,7 +101,7 @@ def test_wrong_modules(modules: list[str], message: str) -> None:
         find_calls(root, lambda: root(X), modules)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 def test_what_torch_jit_has_compiled_is_looked_past() -> None:
     """As a teacher that is loaded beside the network that learns."""
     root = Root(None)

@@ -23,7 +23,7 @@ def test_the_callback_shows_every_option_with_type_and_default() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_documented(name: str) -> None:
-    assert f"\n        {name}: " in (Rematerialization.__doc__ or "")
+    assert f"\n    {name}: " in (inspect.getdoc(Rematerialization) or "")
 
 
 def test_an_unknown_option_is_named() -> None:

@@ -300,7 +300,7 @@ CASES = [
 
 
 @pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 @pytest.mark.parametrize("case", CASES)
 def test_what_users_write_is_captured_and_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
