@@ -13,6 +13,7 @@ from .batches import as_new, record_values, tensors_held
 from .containers import items_of, write_into
 from .random_state import RandomState
 
+_Count: Any = itertools.count
 _SEQUENCES: Any = ([], (), range(0), range(2**70), "", b"", bytearray())
 _WITH_PLACE: tuple[Any, ...] = (*(cast(Any, type(iter(some))) for some in _SEQUENCES),)
 """Those that tell their place, and can be set to it: of ranges, before Python 3.12."""
@@ -20,9 +21,9 @@ _WITH_PLACE: tuple[Any, ...] = (*(cast(Any, type(iter(some))) for some in _SEQUE
 
 def _recipe(iterator: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """What makes one that goes on as a counter or the iterator of a range does; None for others."""
-    if type(iterator) is itertools.count:
+    if type(iterator) is _Count:
         try:  # its text is all that tells of it, as nothing of itertools can be copied from Python 3.14 on
-            return itertools.count, ast.literal_eval(f"{str(iterator)[len('count(') : -1]},")
+            return _Count, ast.literal_eval(f"{str(iterator)[len('count(') : -1]},")
         except (ValueError, SyntaxError):  # it does not count in plain numbers
             return None
     return iterator.__reduce__()[:2] if isinstance(iterator, _WITH_PLACE) else None

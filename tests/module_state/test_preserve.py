@@ -192,9 +192,7 @@ def test_what_is_taken_from_other_iterators_is_given_once_more(kind: Any) -> Non
         taken(1)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: (k for k in range(4)), itertools.count, lambda: iter(range(4))], ids=["generator", "count", "range"]
-)
+@pytest.mark.parametrize("make", [lambda: (k for k in range(4)), itertools.count, lambda: iter(range(4))])
 def test_an_iterator_that_two_hold_is_one(make: Callable[[], Iterator[int]]) -> None:
     module: Any = nn.Sequential(nn.Identity())
     module.it = module[0].it = make()

@@ -129,7 +129,7 @@ CASES = [
 
 
 @pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")  # of PyTorch's own in forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")  # PyTorch's, in forward mode
 @pytest.mark.parametrize("case", CASES)
 def test_what_models_do_is_captured_and_exact(case: type[Halves]) -> None:
     assert outcome_of(case) is Outcome.EXACT
