@@ -166,7 +166,8 @@ def _look_through(
         moments.append(Moment(module, next(top.clock), False, True))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # by a function that users have compiled, which stays so
+        # By a function that users have compiled, which stays so; a copy has what its module bears meanwhile.
+        if torch.compiler.is_compiling() or module not in names:
             return
         is_outermost = len(frames) == 1
         frames.append(frames[-1].call(module, args, kwargs, backwards.called() if is_outermost else None))
@@ -175,8 +176,8 @@ def _look_through(
         if is_outermost and module in gathered and torch.is_grad_enabled():
             frames[-1].part = Part.of_whole(module, args, kwargs)
 
-    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module not in names:
             return
         frame = frames.pop()
         if in_the_way() is None:  # else it runs plain, and cannot be served
@@ -282,7 +283,7 @@ def _chosen(
         what = "none of modules=" if modules is not None else "no submodule with parameters"
         raise NoCallError(
             f"training_step calls {what}{[names[m] for m in watched] if modules is not None else ''}, or only where it "
-            "stays as it is, in compiled functions, transforms and modes: name what it calls with modules=, from "
+            "stays as it is, in compiled functions, transforms, modes, copies: name what it calls with modules=, from "
             f"{[name for name, _ in root.named_children()]}"
         )
     return chosen

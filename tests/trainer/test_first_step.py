@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,18 @@ class Held:
         return next(self.items)
 
 
+_FORK = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+"""Others send the data to the worker, and PyTorch sends no generator (Python 3.14 forks only where it is told to)."""
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork")
 @pytest.mark.parametrize(
     "loader",
     [
         lambda module: DataLoader(Positioned(module), batch_size=BATCH),
         lambda module: DataLoader(Augmenting(), batch_size=BATCH),
-        lambda module: DataLoader(Augmenting(), batch_size=BATCH, num_workers=1),
+        lambda module: DataLoader(Augmenting(), batch_size=BATCH, num_workers=1, multiprocessing_context=_FORK),
         lambda module: Held(),
     ],
     ids=["positioned", "own-generator", "worker", "iterator"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,33 @@ class Functional(Deep):
         return self.net(batch[0] + slope).square().mean()
 
 
-STEPS = [Penalty, Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries, Functional]
+class Copied(Deep):
+    """Learns to differ from what it is now."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        now = copy.deepcopy(self.net).requires_grad_(False)
+        return (self.net(batch[0]) - now(batch[0].requires_grad_())).square().mean()
+
+
+class MetaLearning(Manual):
+    """A copy adapts to one half of the batch, and the gradients that it then has for the other are the network's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        seen, held_back = batch[0].chunk(2)
+        learner = copy.deepcopy(self.net)
+        weights = list(learner.parameters())
+        slopes = torch.autograd.grad(learner(seen).square().mean(), weights)
+        with torch.no_grad():
+            for weight, slope in zip(weights, slopes, strict=True):
+                weight -= 0.1 * slope
+        slopes = torch.autograd.grad((learner(held_back) - self.net(held_back).detach()).square().mean(), weights)
+        for parameter, slope in zip(self.net.parameters(), slopes, strict=True):
+            parameter.grad = slope
+        optimizer.step()
+
+
+STEPS = [Penalty, Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries, Functional, Copied, MetaLearning]
 
 
 @pytest.mark.slow
@@ -120,7 +147,7 @@ def test_run_is_the_plain_run(tmp_path: Path, factory: Any, batch_size: Any) -> 
     limits = {} if batch_size == "keep" else {"min_batch_size": BATCH, "max_batch_size": BATCH}
     callback = remat(batch_size=batch_size, **limits)
     assert_same_run(tmp_path, factory, callback=callback, is_planned=None, max_steps=4)
-    if factory in (Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries):
+    if factory in (Forces, PlainBackward, ManualNorm, ClosureStep, Adversaries, Copied):
         assert callback.result is not None
         assert callback.result.step.num_recomputed > 0
 
