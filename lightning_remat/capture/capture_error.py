@@ -14,6 +14,8 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from ..module_state.refusals import SWITCH_ON
+
 # pyright: reportUnknownMemberType=false
 
 _SIZED: Any = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -34,11 +36,20 @@ class CaptureError(Exception):
     Attributes:
         where: `file:line` of the user's code, where TorchDynamo tells.
         is_final: Whether it has been captured so often that it will not be captured again.
+        remedy: What its author can do.
     """
+
+    remedy = "keep what cannot be captured outside the forward, or in a submodule of its own"
 
     def __init__(self, message: str, where: str | None, *, is_final: bool = False) -> None:
         super().__init__(message)
         self.where, self.is_final = where, is_final
+
+
+class SwitchedOffError(CaptureError):
+    """TorchDynamo captures nothing in this process."""
+
+    remedy = SWITCH_ON
 
 
 def refuse_values(graph: fx.Graph) -> None:

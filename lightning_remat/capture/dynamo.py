@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..module_state.nesting import tensors_in
 from ..module_state.preserve import preserved_own_generators
-from ..module_state.refusals import mode_in_the_way
+from ..module_state.refusals import mode_in_the_way, switched_off_by
 from ..operations.functions import runnable_as_written
 from ..operations.module_hooks import replace_module_hooks
 from . import (
@@ -50,7 +50,7 @@ from . import (
     quiet,
     synchronized_norms,
 )
-from .capture_error import CaptureError, exhausted, refuse_values, why
+from .capture_error import CaptureError, SwitchedOffError, exhausted, refuse_values, why
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
@@ -256,8 +256,8 @@ class CompiledForward:
     def _bound(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CapturedGraph, list[Any]]:
-        if config.disable:
-            raise CaptureError("TorchDynamo is switched off (TORCHDYNAMO_DISABLE)", None)
+        if (switch := switched_off_by()) is not None:
+            raise SwitchedOffError(f"TorchDynamo is switched off by {switch}", None)
         python_state = random.getstate()  # what Python draws is drawn before the graph runs
         try:
             with torch.enable_grad(), preserved_own_generators(module), _dynamic(tensors_in((args, kwargs))):

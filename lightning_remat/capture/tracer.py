@@ -121,8 +121,7 @@ def not_one_graph(module: nn.Module, error: CaptureError) -> TraceError:
     """The error of a forward that TorchDynamo did not capture."""
     return TraceError(
         f"{type(module).__name__}.forward cannot be captured as one graph: {error}"
-        f"{f' ({error.where})' if error.where else ''}. Remedy: keep what cannot be captured outside the forward, "
-        "or in a submodule of its own",
+        f"{f' ({error.where})' if error.where else ''}. Remedy: {error.remedy}",
         where=error.where,
     )
 

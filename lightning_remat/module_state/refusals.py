@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._dynamo import config, eval_frame
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore
@@ -16,6 +18,8 @@ from torch.utils._device import DeviceContext
 from .sharding import has_units, managed_parameters, reason_against_units
 
 _C = cast(Any, torch)._C
+_eval_frame: Any = eval_frame
+_STANCE = 'torch.compiler.set_stance("force_eager")'
 
 REMEDIES = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "rematerialize the module inside, wrapped or not",
@@ -42,6 +46,8 @@ def reason_against(module: nn.Module, *, is_gathered: bool = False) -> str | Non
         for name, remedy in REMEDIES.items():
             if (not path or "fsdp" in name) and _is_instance(submodule, name):
                 return f"{what} is a {name.rpartition('.')[2]}. Remedy: {remedy}"
+    if (switch := switched_off_by()) is not None:
+        return f"TorchDynamo, which captures what modules do, is switched off by {switch}. Remedy: {SWITCH_ON}"
     managed = managed_parameters(module) if has_units(module) else ()
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedTensorMixin):
@@ -71,6 +77,19 @@ def _is_instance(module: nn.Module, name: str) -> bool:
     return loaded is not None and isinstance(module, getattr(loaded, kind, ()))
 
 
+SWITCH_ON = "leave it on where plans are made and run"
+
+
+def switched_off_by() -> str | None:
+    """What keeps TorchDynamo from capturing anything in this process, or None."""
+    switches = {
+        "TORCHDYNAMO_DISABLE=1": os.environ.get("TORCHDYNAMO_DISABLE") == "1",
+        "torch._dynamo.config.disable (TORCH_COMPILE_DISABLE=1)": bool(config.disable),
+        _STANCE: _eval_frame._stance.stance == "force_eager",
+    }
+    return next((switch for switch, is_set in switches.items() if is_set), None)
+
+
 def is_captured() -> bool:
     """Whether the code that asks runs for `torch.export` or `torch.jit.trace`, which want the plain forward."""
     return torch.compiler.is_exporting() or is_tracing()
@@ -94,9 +113,11 @@ def in_the_way() -> str | None:
 def mode_in_the_way() -> str | None:
     """Why nothing can be captured under the modes that are active, or None.
 
-    Under dispatch modes, of a profiler or a counter, TorchDynamo leaves code as it is. What users' modes for functions
-    do it captures, and they would do it once more where that runs.
+    Under dispatch modes, of a profiler or a counter, TorchDynamo leaves code as it is, and so where it is told to. What
+    users' modes for functions do it captures, and they would do it once more where that runs.
     """
+    if _eval_frame._stance.stance == "force_eager":
+        return f"{_STANCE} is in force, by which TorchDynamo captures nothing"
     modes = (_C._get_function_stack_at(k) for k in range(_C._len_torch_function_stack()))
     found = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     modes = (_C._get_dispatch_stack_at(k) for k in range(_C._len_torch_dispatch_stack()))

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import numba
 import numpy as np
-from numba.core import event
+from numba.core import config, event
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -60,6 +60,8 @@ cast(Any, event).register("numba:compile", _TELLER)
 
 
 def _kept(compiled: Any) -> Any:
+    if cast(Any, config).DISABLE_JIT:  # it is the function itself
+        return compiled
     _TELLER.tell_of(compiled)
     try:
         compiled.enable_caching()

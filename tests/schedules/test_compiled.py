@@ -1,4 +1,4 @@
-"""Compiled functions work where their machine code can be kept nowhere."""
+"""Compiled functions work where their machine code can be kept nowhere, and where users let numba compile nothing."""
 
 from __future__ import annotations
 
@@ -61,3 +61,13 @@ def test_compiling_is_told_once_and_only_where_it_is_done(tmp_path: Path) -> Non
     told = [subprocess.run(command, check=True, capture_output=True, text=True, env=cache) for _ in range(2)]
     assert [done.stdout.split() for done in told] == [["4", "6"]] * 2
     assert [done.stderr.count("compiles its planners") for done in told] == [1, 0]
+
+
+@pytest.mark.slow
+def test_planning_where_numba_compiles_nothing() -> None:
+    command = [sys.executable, "-c", PLAN]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    )
+    assert done.stdout.split()[-1] == "True"
+    assert "compiles its planners" not in done.stderr
