@@ -19,7 +19,7 @@ X = torch.randn(32, 8)
 
 
 def blocks() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(4)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(8)))
 
 
 class Environment:
