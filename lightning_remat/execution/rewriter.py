@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,17 +23,13 @@ from ..module_state.refusals import in_the_way, is_captured, is_in_checkpoint
 from ..module_state.sharding import gathering_units, planned_resharding, restore_resharding, set_reshards
 from ..plans.plan import Plan
 from ..schedules.schedule import Schedule
+from .bound import STATE, bind, called, unbind
 from .compiling import StretchCompiler
 from .executor import Watch
 from .forward import run_forward
 from .later_graphs import Call, LaterGraphs, Part, is_worth
 from .modified import suspect
 from .program import Program
-
-_STATE = "_rematerialization"
-_REPLICATE, _GET_STATE = "_replicate_for_data_parallel", "__getstate__"
-_BOUND = ("forward", _REPLICATE, _GET_STATE)
-"""What a rewritten module has instead of its class's."""
 
 _MOST_BREAKS = 2
 """Calls in a row in which what was one graph breaks, before it is captured in pieces at once: trying takes time."""
@@ -168,51 +163,9 @@ def forced(module: nn.Module, program: Program, plan: Plan, planner: str | Calla
 
 
 def _put(module: nn.Module, state: _Rewritten) -> None:
-    vars(module)[_STATE] = state
+    vars(module)[STATE] = state
     if state.parts:
-        _bind(module)
-
-
-def _bind(module: nn.Module) -> None:
-    module.forward = types.MethodType(_like(type(module).forward), module)
-    vars(module)[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
-    vars(module)[_GET_STATE] = types.MethodType(_plain_state, module)
-
-
-def _like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` under the name and with the arguments of a class's, which trainers ask for what a batch must hold."""
-    return wraps(original, ("__name__", "__qualname__", "__doc__"), ())(types.FunctionType(forward.__code__, globals()))
-
-
-def _plain_state(self: nn.Module) -> Any:
-    """The state of a shallow copy and of a pickle: the plain module's, as what is bound here would run this module."""
-    state = cast(Any, type(self)).__getstate__(self)
-    if not isinstance(state, dict):
-        return state
-    named = cast(dict[str, Any], state)
-    own = {name: value for name, value in named.items() if name in (_STATE, *_BOUND)}
-    return _State({name: value for name, value in named.items() if name not in own}, own)
-
-
-class _State(dict[str, Any]):
-    """The plain state of a rewritten module; a deep copy is rewritten like it."""
-
-    def __init__(self, plain: dict[str, Any], own: dict[str, Any]) -> None:
-        super().__init__(plain)
-        self._own = own
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return copy.deepcopy({**self, **self._own}, memo)
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """What `DataParallel` runs on each device: a shallow copy, whose forward must be its own."""
-    replica = type(self)._replicate_for_data_parallel(self)  # pyright: ignore[reportPrivateUsage]
-    _bind(replica)
-    return replica
+        bind(module, forward)
 
 
 def install_parts(
@@ -270,21 +223,20 @@ def install_regions(
     assert plan.step is not None
     restore(module)
     install_parts(programs, plan.step.plans, planner, left, plan.step.headroom_bytes, trains=module.training)
-    vars(module).setdefault(_STATE, _Rewritten(plan)).plan = plan
+    vars(module).setdefault(STATE, _Rewritten(plan)).plan = plan
 
 
 def restore(module: nn.Module) -> None:
     """Undoes `rematerialize`, of submodules as well; does nothing to a module that is not rewritten."""
     for m in module.modules():
         restore_resharding(m)
-        if vars(m).pop(_STATE, None) is not None:
-            for name in _BOUND:
-                vars(m).pop(name, None)
+        if vars(m).pop(STATE, None) is not None:
+            unbind(m)
 
 
 def current_plan(module: nn.Module) -> Plan | None:
     """The plan that the module runs by, or None."""
-    state = vars(module).get(_STATE)
+    state = vars(module).get(STATE)
     return None if state is None else state.plan
 
 
@@ -319,7 +271,7 @@ def compile_programs(modules: Iterable[nn.Module], compiler: StretchCompiler) ->
 
 
 def _states(module: nn.Module) -> list[_Rewritten]:
-    return [vars(m)[_STATE] for m in module.modules() if _STATE in vars(m)]
+    return [vars(m)[STATE] for m in module.modules() if STATE in vars(m)]
 
 
 class Rewriting:
@@ -327,7 +279,7 @@ class Rewriting:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._states = [(m, vars(m)[_STATE]) for m in module.modules() if _STATE in vars(m)]
+        self._states = [(m, vars(m)[STATE]) for m in module.modules() if STATE in vars(m)]
         units = ((m, planned_resharding(m)) for m in gathering_units(module))
         self._resharding = [(unit, reshards) for unit, reshards in units if reshards is not None]
 
@@ -368,8 +320,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if is_captured() or captures_here():
         return type(self).forward(self, *args, **kwargs)
     if not torch.compiler.is_compiling():
-        return _run(self, args, kwargs)
-    state: _Rewritten | None = vars(self).get(_STATE)
+        return _run(called(self, sys._getframe(1)), args, kwargs)  # pyright: ignore[reportPrivateUsage]
+    state: _Rewritten | None = vars(self).get(STATE)
     return type(self).forward(self, *args, **kwargs) if state and state.is_in_step else _run_apart(self, args, kwargs)
 
 
@@ -379,7 +331,7 @@ def _run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     That counts what its two runs save, and keeps nothing of it.
     """
     original = type(self).forward
-    state: _Rewritten | None = vars(self).get(_STATE)
+    state: _Rewritten | None = vars(self).get(STATE)
     if state is None or not state.parts or not torch.is_grad_enabled() or is_in_checkpoint():
         return original(self, *args, **kwargs)
     if not (self.training or state.serves_eval):

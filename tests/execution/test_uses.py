@@ -147,6 +147,38 @@ def test_functional_call_recomputes_with_the_parameters_of_its_forward() -> None
     compared(use)
 
 
+def cloned(module: nn.Module) -> nn.Module:
+    """As libraries for meta-learning do: all attributes, then parameters that lead to the module's own."""
+    clone = module.__new__(type(module))
+    vars(clone).update(vars(module))
+    clone._parameters = {n: None if p is None else p.clone() for n, p in module._parameters.items()}  # pyright: ignore
+    clone._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    clone._modules = {n: None if m is None else cloned(m) for n, m in module._modules.items()}
+    return clone
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_clone_that_has_all_attributes_runs_with_its_own_parameters(is_hooked: bool) -> None:
+    def use(m: nn.Module) -> list[Any]:
+        found: list[Any] = []
+        clone = cloned(m)
+        weights = [p for part in clone.modules() for p in part._parameters.values() if p is not None]
+        hook = clone.register_forward_pre_hook(lambda _, args: (args[0] + 1,)) if is_hooked else None
+        for _ in range(2):
+            slopes = torch.autograd.grad(clone(X).square().sum(), weights, create_graph=True)
+            with torch.no_grad():
+                for weight, slope in zip(weights, slopes, strict=True):
+                    weight -= 0.01 * slope
+            (clone(X).square().sum() + m(X).sum()).backward()
+            with torch.no_grad():
+                found += [clone(X), m(X)]
+        if hook is not None:
+            hook.remove()
+        return [*found, *(b for part in clone.modules() for b in part._buffers.values())]
+
+    compared(use)
+
+
 def test_transforms_of_torch_func_use_the_plain_forward() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
     ours = recomputing_copy(module, X)
