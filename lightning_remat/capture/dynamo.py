@@ -46,11 +46,13 @@ from . import (
     higher_order_left,
     hook_guards,
     in_pythons_order,
+    methods,
     numpy_as_it_is,
     quiet,
     synchronized_norms,
 )
 from .capture_error import CaptureError, SwitchedOffError, exhausted, refuse_values, why
+from .methods import Methods
 from .shared_setting import Exchange, OnlyHere, SharedSettings
 
 # Of TorchDynamo's own names only these few are used, in this folder alone.
@@ -154,8 +156,9 @@ class CompiledForward:
         self._settings = _SETTINGS | {"recompile_limit": _MOST_GRAPHS * num_modules, "suppress_errors": not is_whole}
         self.is_exhausted = self.has_hooks = False
         # By whether hooks of submodules are guarded, which is less to ask where there are none; and by those that all
-        # modules have, which TorchDynamo does not guard.
-        self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
+        # modules have, and methods that are others than when they were captured, which TorchDynamo does not guard.
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._methods = Methods()
         self._local = threading.local()
         # Held here alone: a forward in pieces is captured in the user's code, too.
         self._graphs: list[CapturedGraph] = []
@@ -200,6 +203,7 @@ class CompiledForward:
             hooks,
             told,
             hook_guards.hooks_guarded(are_hooks_guarded),
+            self._methods.noted(),
         ):
             yield
 
@@ -215,12 +219,12 @@ class CompiledForward:
         try:
             # Between graphs, modules may be called that are none of its submodules.
             are_guarded = not self.is_whole or hook_guards.has_hooked_submodules(module)
-            key = are_guarded, hook_guards.hooks_of_all_modules()
+            key = are_guarded, hook_guards.hooks_of_all_modules(), self._methods.replaced()
             compiled = self._compiled.get(key)
             if compiled is None:
                 if len(self._compiled) == _MOST_GRAPHS:
                     self.is_exhausted = True
-                    reason = f"the hooks of all modules have been others {_MOST_GRAPHS} times"
+                    reason = f"the hooks of all modules, or methods of classes, have been others {_MOST_GRAPHS} times"
                     raise CaptureError(reason, None, is_final=True)
                 compiled = self._compiled[key] = self._entry(are_hooks_guarded=are_guarded)
             return compiled(module, *args, **kwargs)
@@ -316,6 +320,7 @@ _WHILE_CAPTURING = SharedSettings(
     *exchanges_left.CHANGES,
     *higher_order_left.CHANGES,
     *first_calls.CHANGES,
+    *methods.CHANGES,
 )
 
 

@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 from .sharding import has_units, managed_parameters, reason_against_units
 
 _C = cast(Any, torch)._C
+_Module: Any = nn.Module
 _eval_frame: Any = eval_frame
 _STANCE = 'torch.compiler.set_stance("force_eager")'
 
@@ -118,6 +119,8 @@ def mode_in_the_way() -> str | None:
     """
     if _eval_frame._stance.stance == "force_eager":
         return f"{_STANCE} is in force, by which TorchDynamo captures nothing"
+    if _Module.__call__ is not _Module._wrapped_call_impl:
+        return "torch.nn.Module.__call__ has been replaced, which TorchDynamo does not look at"
     modes = (_C._get_function_stack_at(k) for k in range(_C._len_torch_function_stack()))
     found = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     modes = (_C._get_dispatch_stack_at(k) for k in range(_C._len_torch_dispatch_stack()))

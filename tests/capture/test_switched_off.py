@@ -1,4 +1,4 @@
-"""Where users have switched TorchDynamo off, by whichever of its switches, they are told, and train plainly."""
+"""Where TorchDynamo is switched off, by whichever switch, or would look past something, steps are plain ones."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ def test_a_planned_module_says_that_it_runs_plain_under_the_stance() -> None:
     loss_of(made).backward()
     loss_of(plain(X)).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))  # pyright: ignore
+
+
+def test_where_all_modules_are_called_otherwise_the_plain_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = blocks()
+    ours = copy.deepcopy(plain)
+    assert rematerialize(ours, X, memory_budget="80%", planner="periodic").num_recomputed
+
+    def doubled(self: Any, *args: Any) -> Any:
+        return 2 * self._call_impl(*args)
+
+    monkeypatch.setattr(nn.Module, "__call__", doubled)
+    with pytest.warns(UserWarning, match="Module.__call__ has been replaced"):
+        made = ours(X)
+    assert torch.equal(made, plain(X))

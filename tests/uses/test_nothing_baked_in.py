@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from changing_steps import WIDTH, Halves, Outcome, outcome_of
-from torch import Tensor
+from torch import Tensor, nn
 
 SCALE: Any = 1.0
 SETTINGS: dict[str, Any] = {"scale": 1.0, "names": ["sigmoid"]}
@@ -237,10 +237,65 @@ class Environment(Halves):
         return h * float(os.environ["REMATERIALIZATION_TEST_SCALE"])
 
 
+class Method(Halves):
+    """Is replaced in the class, as patches of libraries do."""
+
+    def scaled(self, h: Tensor) -> Tensor:
+        return h
+
+    def change(self, k: int) -> None:
+        type(self).scaled = lambda self, h: h * (1 + 0.1 * k)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.scaled(h)
+
+
+class MethodOfTheClass(Halves):
+    @classmethod
+    def scaled(cls, h: Tensor) -> Tensor:
+        return h
+
+    def change(self, k: int) -> None:
+        type(self).scaled = classmethod(lambda cls, h: h * (1 + 0.1 * k))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.scaled(h)
+
+
+class _Activation(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h.tanh()
+
+
+class _Steeper(_Activation):
+    pass
+
+
+class ForwardOfAPart(Halves):
+    """Comes back, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = _Steeper()
+
+    def change(self, k: int) -> None:
+        function = _ACTIVATIONS[k // 2 % 2]
+        _Activation.forward = lambda self, h: function(h)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.activation(h)
+
+
+class ForwardOfAPartBehindABreak(ForwardOfAPart):
+    def between(self, h: Tensor) -> Tensor:
+        torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
+        return self.activation(h)
+
+
 CASES = [
     Epoch, FloatAttribute, Property, StepInLoss, ClassAttribute, ConfigurationObject, ConfigurationReplaced,
     HyperParameters, Namespace, Partial, CallableAttribute, CallableObject, Global, GlobalDictionary, GlobalTensor,
-    Closure, DefaultArgument, Environment,
+    Closure, DefaultArgument, Environment, Method, MethodOfTheClass, ForwardOfAPart, ForwardOfAPartBehindABreak,
 ]  # fmt: skip
 
 
