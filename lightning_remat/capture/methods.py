@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from torch._dynamo.variables import LazyVariableTracker, UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables import (
+    LazyVariableTracker,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+    UserFunctionVariable,
+    UserMethodVariable,
+)
 
 from .shared_setting import Exchange
 
@@ -43,15 +49,15 @@ class Methods:
         """That a function is looked into which an object of a class, or the class, has been asked for."""
         name = function.__name__
         for base in kind.__mro__:
-            found = getattr(base, name, None)
-            if function in (found, getattr(found, "__func__", None), getattr(found, "fget", None)):
-                self._known.setdefault((base, name), found)
+            if _function_of(getattr(base, name, None)) is function:
+                self._known.setdefault((base, name), function)
                 return
 
     def replaced(self) -> tuple[tuple[type, str, Any], ...]:
         """Of which classes methods are others now, their names, and what they are."""
-        now = ((kind, name, getattr(kind, name, None), known) for (kind, name), known in self._known.items())
-        return tuple([(kind, name, found) for kind, name, found, known in now if found is not known and found != known])
+        now = [(kind, name, getattr(kind, name, None), known) for (kind, name), known in self._known.items()]
+        changed = [(k, name, _function_of(found), known) for k, name, found, known in now if found is not known]
+        return tuple([(kind, name, found) for kind, name, found, known in changed if found is not known])
 
     @contextmanager
     def noted(self) -> Generator[None]:
@@ -61,6 +67,11 @@ class Methods:
             yield
         finally:
             _here.methods = before
+
+
+def _function_of(attribute: Any) -> Any:
+    """What runs for an attribute of a class that binds its function to the class, or is a property."""
+    return getattr(attribute, "__func__", None) or getattr(attribute, "fget", None) or attribute
 
 
 def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,8 +92,9 @@ def _kind_of(variable: Any) -> type | None:
         if not variable.is_realized():
             return None
         variable = variable.realize()
-    value = getattr(variable, "value", None)
-    return value if isinstance(value, type) else getattr(variable, "value_type", None)
+    if isinstance(variable, UserDefinedClassVariable):
+        return variable.value
+    return variable.value_type if isinstance(variable, UserDefinedObjectVariable) else None
 
 
 CHANGES = [Exchange(UserFunctionVariable, "call_function", _noted)]
