@@ -224,7 +224,8 @@ class CompiledForward:
             if compiled is None:
                 if len(self._compiled) == _MOST_GRAPHS:
                     self.is_exhausted = True
-                    reason = f"the hooks of all modules, or methods of classes, have been others {_MOST_GRAPHS} times"
+                    what = "methods of classes" if key[-1] else "the hooks of all modules"
+                    reason = f"{what} have been others {_MOST_GRAPHS} times"
                     raise CaptureError(reason, None, is_final=True)
                 compiled = self._compiled[key] = self._entry(are_hooks_guarded=are_guarded)
             return compiled(module, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -182,6 +183,23 @@ def test_hooks_of_all_modules_that_are_others_in_each_step_are_told(monkeypatch:
         step()
     assert "forward" not in vars(module)
     assert len(calls) == 3 * len([*module.modules()])
+
+
+class Steeper(nn.Tanh):
+    pass
+
+
+@pytest.mark.slow
+def test_methods_that_are_others_in_each_step_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_MOST_GRAPHS", 3)
+    module = nn.Sequential(*layers(), Steeper())
+    rematerialize(module, X, memory_budget="80%", planner="periodic")
+    for k in range(1, 4):
+        monkeypatch.setattr(Steeper, "forward", lambda self, x, k=k: torch.tanh(k * x), raising=False)
+        with nullcontext() if k < 3 else pytest.warns(UserWarning, match="methods of classes have been others 3 times"):
+            made = module(X)
+        assert torch.equal(made, torch.tanh(k * module[:-1](X)))
+    assert "forward" not in vars(module)
 
 
 class HooksTensor(nn.Module):
