@@ -46,27 +46,30 @@ class Methods:
         self._known: dict[tuple[type, str], Any] = {}
 
     def note(self, function: Any, kind: type) -> None:
-        """That a function is looked into which an object of a class, or the class, has been asked for."""
-        name = function.__name__
+        """That a function is looked into which an object of a class, or the class, has been asked for.
+
+        By all names that it has there: `nn.Linear.forward = patched` is called otherwise than its name says.
+        """
         for base in kind.__mro__:
-            if _function_of(getattr(base, name, None)) is function:
-                self._known.setdefault((base, name), function)
-                return
+            for name in [name for name, value in list(vars(base).items()) if _function_of(value) is function]:
+                is_own = _function_of(getattr(kind, name, None)) is function  # else it was asked for by `super()`
+                self._known.setdefault((kind if is_own else base, name), function)
 
     def replaced(self) -> tuple[tuple[type, str, Any], ...]:
         """Of which classes methods are others now, their names, and what they are."""
-        now = [(kind, name, getattr(kind, name, None), known) for (kind, name), known in self._known.items()]
+        all_known = list(self._known.items())  # of which another thread may note more meanwhile
+        now = [(kind, name, getattr(kind, name, None), known) for (kind, name), known in all_known]
         changed = [(k, name, _function_of(found), known) for k, name, found, known in now if found is not known]
         return tuple([(kind, name, found) for kind, name, found, known in changed if found is not known])
 
     @contextmanager
     def noted(self) -> Generator[None]:
         """Notes what this thread captures inside."""
-        before, _here.methods = getattr(_here, "methods", None), self
+        before, _here.noting = getattr(_here, "noting", None), (self, set[tuple[Any, type]]())
         try:
             yield
         finally:
-            _here.methods = before
+            _here.noting = before
 
 
 def _function_of(attribute: Any) -> Any:
@@ -77,10 +80,13 @@ def _function_of(attribute: Any) -> Any:
 def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def call_function(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-        methods: Methods | None = getattr(_here, "methods", None)
+        noting: tuple[Methods, set[tuple[Any, type]]] | None = getattr(_here, "noting", None)
         of = variable.obj if isinstance(variable, UserMethodVariable) else args[0] if args else None
-        if methods is not None and (kind := _kind_of(of)) is not None:
-            methods.note(variable.fn, kind)
+        if noting is not None and (kind := _kind_of(of)) is not None:
+            methods, noted = noting
+            if (variable.fn, kind) not in noted:
+                noted.add((variable.fn, kind))
+                methods.note(variable.fn, kind)
         return call(variable, frame, args, kwargs)
 
     return call_function

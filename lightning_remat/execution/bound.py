@@ -17,8 +17,8 @@ _REPLICATE, _GET_STATE = "_replicate_for_data_parallel", "__getstate__"
 _BOUND = ("forward", _REPLICATE, _GET_STATE)
 
 _CALL: types.CodeType = cast(Any, nn.Module)._call_impl.__code__
-_CALLS = {_CALL, *(c for c in _CALL.co_consts if isinstance(c, types.CodeType))}
-"""The code in which a module's forward is called, without hooks and with some."""
+_CALLS = _CALL, *(c for c in _CALL.co_consts if isinstance(c, types.CodeType))
+"""The code in which a module's forward is called, without hooks and with some; no set, as the hash of code is long."""
 
 
 def bind(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -43,8 +43,7 @@ def unbind(module: nn.Module) -> None:
 def called(module: nn.Module, caller: types.FrameType) -> nn.Module:
     """Which module is called where the forward runs that was bound to this one.
 
-    As clones for meta-learning are made (`clone.__dict__ = module.__dict__.copy()`), they have the very same, without
-    being asked.
+    Clones as libraries for meta-learning make them (`clone.__dict__ = module.__dict__.copy()`) have the very same one.
     """
     return caller.f_locals["self"] if caller.f_code in _CALLS else module
 

@@ -34,6 +34,9 @@ REMEDIES = {
 }
 """Classes by their dotted names, so that none has to be imported, and what to do instead."""
 
+SWITCH_ON = "leave it on where plans are made and run"
+"""What to do where TorchDynamo is switched off."""
+
 
 def reason_against(module: nn.Module, *, is_gathered: bool = False) -> str | None:
     """Why the module cannot be rewritten, with the remedy, or None.
@@ -78,17 +81,18 @@ def _is_instance(module: nn.Module, name: str) -> bool:
     return loaded is not None and isinstance(module, getattr(loaded, kind, ()))
 
 
-SWITCH_ON = "leave it on where plans are made and run"
-
-
 def switched_off_by() -> str | None:
     """What keeps TorchDynamo from capturing anything in this process, or None."""
     switches = {
         "TORCHDYNAMO_DISABLE=1": os.environ.get("TORCHDYNAMO_DISABLE") == "1",
         "torch._dynamo.config.disable (TORCH_COMPILE_DISABLE=1)": bool(config.disable),
-        _STANCE: _eval_frame._stance.stance == "force_eager",
+        _STANCE: _is_forced_eager(),
     }
     return next((switch for switch, is_set in switches.items() if is_set), None)
+
+
+def _is_forced_eager() -> bool:
+    return _eval_frame._stance.stance == "force_eager"
 
 
 def is_captured() -> bool:
@@ -117,7 +121,7 @@ def mode_in_the_way() -> str | None:
     Under dispatch modes, of a profiler or a counter, TorchDynamo leaves code as it is, and so where it is told to. What
     users' modes for functions do it captures, and they would do it once more where that runs.
     """
-    if _eval_frame._stance.stance == "force_eager":
+    if _is_forced_eager():
         return f"{_STANCE} is in force, by which TorchDynamo captures nothing"
     if _Module.__call__ is not _Module._wrapped_call_impl:
         return "torch.nn.Module.__call__ has been replaced, which TorchDynamo does not look at"
