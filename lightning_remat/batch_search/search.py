@@ -334,7 +334,7 @@ def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:
         return [settings.batch_size]
     step = settings.multiple_of
     least = -(-settings.min_batch_size // step) * step
-    most = settings.max_batch_size or trial.most_samples or _LARGEST_SIZE
+    most = min(filter(None, (settings.max_batch_size, trial.most_samples)), default=_LARGEST_SIZE)
     if settings.effective_batch_size is None:
         sizes: Sequence[int] = range(least, most + 1, step)
     else:

@@ -91,7 +91,7 @@ class Rematerialization(Callback):
         objective: `"batch_size"`: the largest that fits. `"throughput"`: the most samples per second.
         max_overhead: Most recomputation allowed, as a fraction of the plain step's seconds.
         min_batch_size: Smallest size to consider.
-        max_batch_size: Largest size to consider; the number of samples if None.
+        max_batch_size: Largest size to consider, of those that the samples can fill; None for all.
         multiple_of: Sizes to consider are multiples of it.
         effective_batch_size: Samples an optimizer step over all devices: sets `accumulate_grad_batches`.
         batch_arg_name: The attribute of module, datamodule or their hyperparameters that holds the batch size.
@@ -214,7 +214,7 @@ class Rematerialization(Callback):
             known = None
         try:
             found = None if known is None else installed(trial, settings, known)
-            found = found or planned(trial, settings, self._leave_alone)
+            found = found or planned(trial, settings, self._leave_alone, known and known.batch_size)
             if found is None:
                 return
             result, modules = found

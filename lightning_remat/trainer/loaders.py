@@ -6,6 +6,7 @@ import copy
 import io
 import queue
 from collections.abc import Callable, Sequence
+from operator import length_hint
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -79,11 +80,11 @@ def readable(loader: Any) -> Any:
 
 
 def num_samples_in(loaders: Sequence[Any]) -> int | None:
-    """Samples in the largest data set; None if one does not say."""
+    """Samples in the largest data set, or in an epoch of it that draws more; None if one does not say."""
     lengths: list[int] = []
     for loader in loaders:
         try:
-            lengths.append(len(loader.dataset))
+            lengths.append(max(len(loader.dataset), length_hint(getattr(loader, "sampler", ()))))
         except (AttributeError, TypeError):  # an IterableDataset, or no DataLoader
             return None
     return max(lengths, default=None)

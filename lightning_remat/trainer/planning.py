@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -19,16 +20,23 @@ from .private_api import training_loaders
 
 
 def planned(
-    trial: LightningTrial, settings: Settings, leave_alone: Callable[[str], None]
+    trial: LightningTrial, settings: Settings, leave_alone: Callable[[str], None], settled_size: int | None = None
 ) -> tuple[Result, list[nn.Module]] | None:
     """What fits, and the modules rewritten by it; None where `leave_alone` was told why not.
+
+    Args:
+        trial: The training step.
+        settings: What is asked for.
+        leave_alone: Is told why the plain model is trained.
+        settled_size: The batch size that the loaders have been given; None where the settings tell.
 
     Raises:
         InfeasibleBudgetError: Nothing fits, and nothing else is asked for then.
         TraceError: Nothing can be captured, and a batch size is asked for.
     """
+    wanted = settings if settled_size is None else replace(settings, batch_size=settled_size)
     try:
-        return find(trial, settings)
+        return find(trial, wanted)
     except InfeasibleBudgetError as error:
         if settings.on_infeasible == "raise":
             raise
@@ -36,7 +44,7 @@ def planned(
             leave_alone(f"on_infeasible='plain': {error}")
             return None
         rank_zero_warn(f"Rematerialization plans the lowest peak instead (on_infeasible='minimum'): {error}")
-        return find(trial, settings, lowest=True)
+        return find(trial, wanted, lowest=True)
     except (TraceError, NoCallError) as error:
         if settings.batch_size == "auto" and settings.on_infeasible != "plain":
             raise  # a size is asked for that nothing can be said about
@@ -47,13 +55,14 @@ def planned(
 def installed(trial: LightningTrial, settings: Settings, result: Result) -> tuple[Result, list[nn.Module]] | None:
     """An earlier result, and the modules rewritten by it.
 
-    None, which is told, where it is not for what the step calls now. Every rank takes part.
+    None, which is told, where it is not for what the step calls now, at the size of the result: the first batch may
+    have fewer samples. Every rank takes part.
     """
-    own = misfit_of(result.step, trial, trial.batch_size)
+    own = misfit_of(result.step, trial, result.batch_size)
     reason: str | None = trial.share(lambda: own)
     if reason is None:
         try:
-            return result, install_together(trial, trial.batch_size, result.step, settings.planner)
+            return result, install_together(trial, result.batch_size, result.step, settings.planner)
         except MismatchError as error:
             reason = str(error)
     rank_zero_warn(f"Rematerialization plans anew: {reason}")

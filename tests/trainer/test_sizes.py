@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from remat_runs import run, seeded
 from same_runs import BATCH, WIDTH, Deep, assert_same_run, remat, samples
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_remat import Rematerialization
 
@@ -70,6 +70,31 @@ def test_no_last_batch_of_one_sample_for_batch_norm(tmp_path: Path, drop_last: b
     assert callback.result is not None
     assert callback.result.batch_size == (64 if drop_last else 63)
     assert min(module.seen) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_drawn", "expected"), [(None, 4 * BATCH), (5 * BATCH, 5 * BATCH), (20, 4 * BATCH)])
+def test_no_size_beyond_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drawn: int | None, expected: int
+) -> None:
+    """Whatever is allowed; a sampler may draw more than there is, and fewer, which is not planned for once more."""
+    import lightning_remat.trainer.planning as planning_module
+
+    class Drawn(Sized):
+        def train_dataloader(self) -> Any:
+            data = samples()
+            sampler = RandomSampler(data, replacement=True, num_samples=num_drawn)
+            return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+
+    searches: list[Any] = []
+    find = planning_module.find
+    monkeypatch.setattr(planning_module, "find", lambda *a: searches.append(a) or find(*a))
+    module, callback = seeded(Drawn), remat(batch_size="auto", memory_budget="1GiB", max_batch_size=10000)
+    run(tmp_path, module, callback, max_steps=2)
+    assert callback.result is not None
+    assert callback.result.batch_size == expected
+    assert module.seen == [num_drawn or expected] * 2
+    assert len(searches) == 1
 
 
 class Endless(IterableDataset[Any]):
