@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ..budget import ALL_BYTES, format_bytes
 from ..devices import counts_memory
@@ -111,14 +112,7 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
         size, step = choice.batch_size, choice.step
         if good is not None and (size, -step.seconds) <= (good.batch_size, -good.step.seconds):
             break
-        try:
-            modules, measured, num_more = execute(trial, choice, settings)
-        except ValueError as error:
-            if not is_too_small_for_batch_norm(error) or size == search.sizes[-1]:
-                raise
-            logger.info("batch norm needs more than %d samples a batch: a lower limit, not a lack of memory", size)
-            search.sizes = [s for s in search.sizes if s > size]
-            continue
+        modules, measured, num_more = execute(trial, choice, settings)
         num_steps += num_more
         if measured is None:
             logger.info("batch size %d ran out of memory, predicted were %d bytes", size, step.predicted_peak_bytes)
@@ -194,6 +188,8 @@ def _measure_before_refusing(
 def _prepared(trial: Trial, settings: Settings, *, lowest: bool) -> CandidateSearch:
     """What is known before anything is executed."""
     sizes = sizes_to_consider(trial, settings)
+    while len(sizes) > 1 and _refuses(trial, sizes[0]):
+        sizes = sizes[1:]
     model = _model(trial, sizes, settings)
     takes_from_budget = settings.memory_budget is None and trial.device.type == "cpu"  # the search itself
     if takes_from_budget:
@@ -207,6 +203,20 @@ def _prepared(trial: Trial, settings: Settings, *, lowest: bool) -> CandidateSea
         search.exchange(with_apart(trial, search.model, with_scratch=settings.counts_scratch))
         search.settle_for_lowest(trial.share(search.lowest_peak))
     return search
+
+
+def _refuses(trial: Trial, size: int) -> bool:
+    """Whether a batch norm of the model refuses batches of that size: a lower limit, not a lack of memory."""
+    if not any(isinstance(m, _BatchNorm) for m in trial.module.modules()):
+        return False
+    try:
+        trial.look_through(size)
+    except Exception as error:
+        if is_too_small_for_batch_norm(error):
+            logger.info("batch norm needs more than %d samples a batch", size)
+            return True
+        logger.info("what a step of %d samples raises is told if that size is chosen: %r", size, error)
+    return False
 
 
 def first_choice(trial: Trial, search: CandidateSearch, *, may_grow: bool) -> Choice:
@@ -345,7 +355,7 @@ def sizes_to_consider(trial: Trial, settings: Settings) -> Sequence[int]:
         sizes = [s for s in sizes if not trial.leaves_one_sample(s)]
     if not sizes:
         raise ValueError(
-            f"no batch size is left to consider: min_batch_size={settings.min_batch_size}, max_batch_size={most}, "
+            f"no batch size is left to consider: min_batch_size={settings.min_batch_size}, at most {most} samples, "
             f"multiple_of={step}, effective_batch_size={settings.effective_batch_size}, {trial.num_devices} devices, "
             "and none that leaves a batch norm a last batch of one sample"
         )

@@ -46,7 +46,7 @@ from ..regions.look_through import look_through
 from ..regions.phases import Backwards
 from . import ranks
 from .buckets import buckets_of
-from .loaders import common_batch_size, keeps_last_batch, num_samples_in
+from .loaders import common_batch_size, keeps_last_batch, largest_batch, samples_drawn
 from .private_api import (
     callbacks_of,
     forward_and_backward,
@@ -69,8 +69,13 @@ class StepFailedError(Exception):
     """A training step raised while it was tried: the user's error, or something that cannot be tried beforehand."""
 
 
+def _is_of_the_size(error: BaseException) -> bool:
+    """Whether another batch size may do without it."""
+    return is_out_of_memory(error) or is_too_small_for_batch_norm(error)
+
+
 @contextmanager
-def _told_apart(is_told_elsewhere: Callable[[BaseException], bool] = is_out_of_memory) -> Generator[None]:
+def _told_apart(is_told_elsewhere: Callable[[BaseException], bool] = _is_of_the_size) -> Generator[None]:
     """What the user's step raises, from what this package does and what is of the size that was tried."""
     try:
         yield
@@ -82,7 +87,7 @@ def _told_apart(is_told_elsewhere: Callable[[BaseException], bool] = is_out_of_m
 
 def _is_told_elsewhere(error: BaseException) -> bool:
     """Whether it is of the size that was tried, or another run of the step may do without it."""
-    return is_out_of_memory(error) or is_too_small_for_batch_norm(error) or isinstance(error, ModifiedError)
+    return _is_of_the_size(error) or isinstance(error, ModifiedError)
 
 
 class LightningTrial:
@@ -129,8 +134,12 @@ class LightningTrial:
         elements = ranks.gathered(trainer, sum(t.numel() for t in tensors_held(batch)))
         self._planning_rank = elements.index(max(elements))
         self.batch_size = ranks.gathered(trainer, own_size)[self._planning_rank]
-        num_samples = num_samples_in(loaders) if loaders else None
-        self.most_samples = None if num_samples is None else max(1, num_samples // self.num_devices)
+        # Ranks with samplers of their own may draw fewer samples than others.
+        least = [ranks.least(trainer, samples_drawn(loader) or 0) or None for loader in loaders]
+        self._drawn = list(zip(least, map(keeps_last_batch, loaders), strict=True))
+        self.most_samples = most = largest_batch(self._drawn)
+        if most is not None and isinstance(part := trainer.limit_train_batches, float):
+            self.most_samples = max(1, int(part * most))  # one batch at least of an epoch is trained
         self.differentiates = False
         self.validation: Validation | None = None
         self.within: int | None = None
@@ -310,8 +319,7 @@ class LightningTrial:
         """Whether an epoch of such batches ends with a single sample, which a batch norm cannot be trained on."""
         if batch_size == 1 or not any(isinstance(m, _BatchNorm) for m in self.module.modules()):
             return False
-        counts = [(num_samples_in([loader]), keeps_last_batch(loader)) for loader in self.loaders]
-        return any(n is not None and kept and -(-n // self.num_devices) % batch_size == 1 for n, kept in counts)
+        return any(count is not None and is_kept and count % batch_size == 1 for count, is_kept in self._drawn)
 
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on the rank that plans, on every rank; its error likewise."""

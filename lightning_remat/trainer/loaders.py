@@ -6,7 +6,7 @@ import copy
 import io
 import queue
 from collections.abc import Callable, Sequence
-from operator import length_hint
+from contextlib import suppress
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -79,15 +79,30 @@ def readable(loader: Any) -> Any:
     return clone
 
 
-def num_samples_in(loaders: Sequence[Any]) -> int | None:
-    """Samples in the largest data set, or in an epoch of it that draws more; None if one does not say."""
-    lengths: list[int] = []
-    for loader in loaders:
-        try:
-            lengths.append(max(len(loader.dataset), length_hint(getattr(loader, "sampler", ()))))
-        except (AttributeError, TypeError):  # an IterableDataset, or no DataLoader
-            return None
-    return max(lengths, default=None)
+def samples_drawn(loader: Any) -> int | None:
+    """Samples that a loader draws in an epoch, on this rank; None if it does not say."""
+    batches = getattr(loader, "batch_sampler", None)
+    for source in (
+        getattr(batches, "sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        with suppress(TypeError):  # an IterableDataset, a sampler without an end, or no DataLoader
+            return len(cast(Any, source))
+    return None
+
+
+def largest_batch(drawn: Sequence[tuple[int | None, bool]]) -> int | None:
+    """The largest batch for which all of several loaders yield something; None if that is not known.
+
+    Args:
+        drawn: The samples that each draws in an epoch, and whether those too few for another batch make a smaller one.
+    """
+    counts = [count for count, _ in drawn if count is not None]
+    if len(counts) < len(drawn) or not drawn:
+        return None
+    dropping = [count for count, (_, is_kept) in zip(counts, drawn, strict=True) if not is_kept]
+    return min([max(counts), *dropping])
 
 
 def keeps_last_batch(loader: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from remat_runs import run, seeded
 from same_runs import BATCH, WIDTH, Deep, assert_same_run, remat, samples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_remat import Rematerialization
+import lightning_remat.trainer.planning as planning_module
+from lightning_remat import InfeasibleBudgetError, Rematerialization
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -47,8 +48,6 @@ def test_keep_keeps_the_size_of_another_plan(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.slow
 def test_resumed_run_of_the_same_size_takes_the_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightning_remat.trainer.planning as planning_module
-
     trainer = run(tmp_path, seeded(Sized), remat(), max_steps=2)
     trainer.save_checkpoint(path := tmp_path / "run.ckpt")
     monkeypatch.setattr(planning_module, "find", lambda *a: pytest.fail("planned again"))
@@ -72,29 +71,84 @@ def test_no_last_batch_of_one_sample_for_batch_norm(tmp_path: Path, drop_last: b
     assert min(module.seen) > 1
 
 
+class Few:
+    """A batch sampler that does not tell how few samples it draws."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield list(range(FEW))[: self.batch_size]
+
+    def __len__(self) -> int:
+        return 1
+
+
+def drawn(batch_size: int, num_samples: int | None, *, drop_last: bool = False) -> DataLoader[Any]:
+    data = samples()
+    return DataLoader(data, batch_size, sampler=RandomSampler(data, True, num_samples), drop_last=drop_last)
+
+
+ALL, FEW = len(samples()), 20
+DRAWN: dict[str, tuple[Callable[[int], Any], int, dict[str, Any], list[list[int]]]] = {
+    "all": (lambda size: drawn(size, None), ALL, {}, [[ALL]]),
+    "more": (lambda size: drawn(size, 300), 300, {}, [[300]]),
+    "fewer": (lambda size: drawn(size, FEW), FEW, {}, [[FEW]]),
+    "fewer, or none": (lambda size: drawn(size, FEW, drop_last=True), FEW, {}, [[FEW]]),
+    "fewer, untold": (lambda size: DataLoader(samples(), batch_sampler=Few(size)), ALL, {}, [[FEW]]),
+    "one fewer": (lambda size: [drawn(size, None), drawn(size, FEW)], ALL, {}, [[ALL, FEW]]),
+    "one fewer, or none": (
+        lambda size: [drawn(size, 2 * FEW), drawn(size, FEW, drop_last=True)], FEW, {}, [[FEW, FEW], [FEW, FEW]],
+    ),
+    "half an epoch": (lambda size: drawn(size, None), ALL // 2, {"limit_train_batches": 0.5}, [[ALL // 2]]),
+}  # fmt: skip
+"""The loaders, the largest size for which each epoch trains something, options, what an epoch's batches have."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_drawn", "expected"), [(None, 4 * BATCH), (5 * BATCH, 5 * BATCH), (20, 4 * BATCH)])
-def test_no_size_beyond_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drawn: int | None, expected: int
-) -> None:
-    """Whatever is allowed; a sampler may draw more than there is, and fewer, which is not planned for once more."""
-    import lightning_remat.trainer.planning as planning_module
+@pytest.mark.filterwarnings("ignore:Rematerialization plans anew. the plan was made for inputs float32 256×16")
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_size_beyond_what_an_epoch_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever is allowed; it is reported and searched for once, where batches turn out smaller, too."""
+    loaders, expected, options, batches = DRAWN[name]
 
-    class Drawn(Sized):
+    class Drawn(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            parts = batch if isinstance(batch[0], list) else [batch]
+            self.seen.append([len(part[0]) for part in parts])
+            return sum(self.net(part[0]).square().mean() for part in parts)
+
         def train_dataloader(self) -> Any:
-            data = samples()
-            sampler = RandomSampler(data, replacement=True, num_samples=num_drawn)
-            return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+            return loaders(self.batch_size)
 
-    searches: list[Any] = []
-    find = planning_module.find
-    monkeypatch.setattr(planning_module, "find", lambda *a: searches.append(a) or find(*a))
+    tried: list[Any] = []
+    found = planning_module.find
+    monkeypatch.setattr(
+        planning_module, "find", lambda trial, given: tried.append(given.batch_size) or found(trial, given)
+    )
     module, callback = seeded(Drawn), remat(batch_size="auto", memory_budget="1GiB", max_batch_size=10000)
-    run(tmp_path, module, callback, max_steps=2)
+    module.batch_size = 8
+    run(tmp_path, module, callback, max_steps=-1, max_epochs=2, **options)
     assert callback.result is not None
     assert callback.result.batch_size == expected
-    assert module.seen == [num_drawn or expected] * 2
-    assert len(searches) == 1
+    assert module.seen == batches * 2
+    assert tried.count("auto") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_infeasible", ["raise", "minimum"])
+def test_batch_norm_at_one_sample_is_a_lower_limit_in_the_trainer(tmp_path: Path, on_infeasible: Any) -> None:
+    """It is no size that a step could be planned for, nor a reason to leave the model as it is."""
+    callback = remat(batch_size="auto", memory_budget="20KiB", on_infeasible=on_infeasible, multiple_of=1)
+    if on_infeasible == "raise":
+        with pytest.raises(InfeasibleBudgetError, match="at batch size 2"):
+            run(tmp_path, seeded(Sized), callback, max_steps=1)
+        return
+    module = seeded(Sized)
+    with pytest.warns(UserWarning, match="the lowest peak instead"):
+        run(tmp_path, module, callback, max_steps=1)
+    assert callback.result is not None
+    assert callback.result.batch_size == module.seen[-1] == 2
 
 
 class Endless(IterableDataset[Any]):
