@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -139,7 +140,7 @@ class LightningTrial:
         self._drawn = list(zip(least, map(keeps_last_batch, loaders), strict=True))
         self.most_samples = most = largest_batch(self._drawn)
         if most is not None and isinstance(part := trainer.limit_train_batches, float):
-            self.most_samples = max(1, int(part * most))  # one batch at least of an epoch is trained
+            self.most_samples = max(1, most // math.ceil(1 / part))  # so that one batch of an epoch is trained
         self.differentiates = False
         self.validation: Validation | None = None
         self.within: int | None = None

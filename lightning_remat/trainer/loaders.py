@@ -81,12 +81,8 @@ def readable(loader: Any) -> Any:
 
 def samples_drawn(loader: Any) -> int | None:
     """Samples that a loader draws in an epoch, on this rank; None if it does not say."""
-    batches = getattr(loader, "batch_sampler", None)
-    for source in (
-        getattr(batches, "sampler", None),
-        getattr(loader, "sampler", None),
-        getattr(loader, "dataset", None),
-    ):
+    # What a loader without a batch sampler draws may be batches.
+    for source in (getattr(getattr(loader, "batch_sampler", None), "sampler", None), getattr(loader, "dataset", None)):
         with suppress(TypeError):  # an IterableDataset, a sampler without an end, or no DataLoader
             return len(cast(Any, source))
     return None

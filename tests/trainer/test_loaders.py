@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_remat.batch_search.resizing import batch_size_of, resized
 from lightning_remat.module_state.random_state import preserved_random
-from lightning_remat.trainer.loaders import begin_again, readable, rebatched
+from lightning_remat.trainer.loaders import begin_again, largest_batch, readable, rebatched, samples_drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*")
 
@@ -240,3 +240,31 @@ def test_loader_that_does_not_say_its_size_needs_a_function() -> None:
         rebatched(loader, 7)
     other = rebatched(loader, 7, lambda loader, size: DataLoader(loader.dataset, batch_size=size))
     assert len(next(iter(other))[0]) == 7
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(lambda: torch.ones(4), None)
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(DATA, 4), 20),
+        (DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=7)), 7),
+        (DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA, True, 30), 4, True)), 30),
+        (DataLoader(DATA, None, sampler=BatchSampler(RandomSampler(DATA), 4, False)), 20),  # it draws five batches
+        (DataLoader(Endless(), 4), None),
+        ([torch.ones(4)], None),
+    ],
+)
+def test_samples_that_an_epoch_draws(loader: Any, expected: int | None) -> None:
+    assert samples_drawn(loader) == expected
+
+
+def test_a_batch_is_as_large_as_what_the_loaders_yield_some_of() -> None:
+    assert largest_batch([]) is None
+    assert largest_batch([(20, True), (None, True)]) is None
+    assert largest_batch([(20, True), (7, True)]) == 20
+    assert largest_batch([(20, False), (7, True)]) == 20
+    assert largest_batch([(20, True), (7, False)]) == 7

@@ -100,6 +100,9 @@ DRAWN: dict[str, tuple[Callable[[int], Any], int, dict[str, Any], list[list[int]
     "one fewer, or none": (
         lambda size: [drawn(size, 2 * FEW), drawn(size, FEW, drop_last=True)], FEW, {}, [[FEW, FEW], [FEW, FEW]],
     ),
+    "a third of an epoch, or none": (
+        lambda size: drawn(size, None, drop_last=True), ALL // 4, {"limit_train_batches": 0.33}, [[ALL // 4]],
+    ),
     "half an epoch": (lambda size: drawn(size, None), ALL // 2, {"limit_train_batches": 0.5}, [[ALL // 2]]),
 }  # fmt: skip
 """The loaders, the largest size for which each epoch trains something, options, what an epoch's batches have."""
