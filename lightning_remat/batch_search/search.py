@@ -142,7 +142,7 @@ def _found(trial: Trial, settings: Settings, *, lowest: bool) -> tuple[Result, l
         search.recount(_free_bytes(trial))
         if good is None and number + 2 >= tries:
             tries = _MOST_TRIES
-            search.leave_room(choice.budget_bytes / measured)  # the last try may be wrong by as much as this one was
+            search.leave_room(step.predicted_peak_bytes / measured)  # the next may be wrong by as much as this one was
     if good is not None:
         return good, install_together(trial, good.batch_size, good.step, settings.planner)
     needed = "more than the device has" if measured is None else format_bytes(measured)
