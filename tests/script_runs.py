@@ -13,3 +13,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """Of such a process: it imports what pytest lets the tests import, and takes one thread."""
+
+MAPPED_APART = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "16384"}
+"""Where its memory is measured: a toy's tensors lie in the C library's heap, whose gaps are as large as the toy; mapped
+apart, they leave none."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_runs import ENVIRONMENT, FOLDER
+from script_runs import FOLDER, MAPPED_APART
 from sharded_fits import FITS
 from sharded_run import RUNS
 
@@ -15,11 +15,9 @@ from sharded_run import RUNS
 def start(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
     """Runs the script, which starts the other processes itself."""
     script = FOLDER / "sharded_run.py"
-    # A toy's tensors lie in the C library's heap, whose gaps are as large as the toy; mapped apart, they leave none.
-    environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "16384"}
     return subprocess.run(
         [sys.executable, str(script), str(folder), what],
-        env=environment,
+        env=MAPPED_APART,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

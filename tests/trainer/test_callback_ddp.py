@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from ddp_run import EFFECTIVE_BATCH_SIZE, TEXTS_BYTES
-from script_runs import ENVIRONMENT, FOLDER
+from script_runs import FOLDER, MAPPED_APART
 
 
 @pytest.mark.slow
 def test_ranks_plan_for_the_smallest_memory_and_train_bit_by_bit_as_without(tmp_path: Path) -> None:
     """All runs in one test: to start two ranks takes far longer than to train."""
     script = FOLDER / "ddp_run.py"
-    # A toy's tensors lie in the C library's heap, whose gaps are as large as the toy; mapped apart, they leave none.
-    environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "16384"}
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, env=MAPPED_APART, timeout=300)
     check_search(*seen(tmp_path, "search"))
     plain, planned = seen(tmp_path, "plain"), seen(tmp_path, "keep")
     assert planned[0]["num_recomputed"] > 0

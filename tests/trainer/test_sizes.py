@@ -142,7 +142,7 @@ def test_no_size_beyond_what_an_epoch_draws(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("on_infeasible", ["raise", "minimum"])
 def test_batch_norm_at_one_sample_is_a_lower_limit_in_the_trainer(tmp_path: Path, on_infeasible: Any) -> None:
     """It is no size that a step could be planned for, nor a reason to leave the model as it is."""
-    callback = remat(batch_size="auto", memory_budget="20KiB", on_infeasible=on_infeasible, multiple_of=1)
+    callback = remat(batch_size="auto", memory_budget="20KiB", on_infeasible=on_infeasible)
     if on_infeasible == "raise":
         with pytest.raises(InfeasibleBudgetError, match="at batch size 2"):
             run(tmp_path, seeded(Sized), callback, max_steps=1)
